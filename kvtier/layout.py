@@ -21,21 +21,24 @@ from kvtier.errors import LayoutError
 ALIGNMENT = 4096
 """Bytes. The largest logical block size of the disks in use, so the one alignment that O_DIRECT always accepts."""
 
-FORMAT = 1
+FORMAT = 2
 """Raised whenever the same fields would mean other bytes; part of every fingerprint."""
 
 DType = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "int8", "int4"]
 
 _BITS: dict[str, int] = {"float32": 32, "float16": 16, "bfloat16": 16, "float8_e4m3fn": 8, "int8": 8, "int4": 4}
-_SCALE_BYTES = 4
+_HEAD_SCALE_BYTES = 4  # float32, one a head: too few to count
+_GROUP_SCALE_BYTES = 2  # bfloat16, one a channel or token: float32 would be a third of an int4 unit of 16 tokens
 
 
 class AttentionLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="attention"):
     """KV of multi-head, grouped-query or multi-query attention.
 
     A unit is `[layer, 2 (K, V), kv_head, unit_tokens, head_dim]` of `dtype`. The quantised types are followed by their
-    scales, float32 `[layer, 2, kv_head]`: a stored value times its scale is the value. int4 packs two values a byte
-    and keeps more scales; see `scales_bytes`.
+    scales; a stored value times its scale is the value. float8 and int8 keep one float32 a head, `[layer, 2, kv_head]`.
+    int4 keeps K's per channel and V's per token (the grouping of KIVI, Liu et al. 2024, but symmetric), bfloat16
+    `[layer, kv_head, head_dim + unit_tokens]`; byte i of a row holds dim i in its low half and dim i + head_dim / 2 in
+    its high half, each as value + 8.
     """
 
     layers: int
@@ -70,9 +73,9 @@ class AttentionLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
         heads = self.layers * self.kv_heads
         match self.dtype:
             case "float8_e4m3fn" | "int8":
-                return heads * 2 * _SCALE_BYTES
+                return heads * 2 * _HEAD_SCALE_BYTES
             case "int4":
-                return heads * (self.head_dim + 1) * _SCALE_BYTES
+                return heads * (self.head_dim + self.unit_tokens) * _GROUP_SCALE_BYTES
             case _:
                 return 0
 
@@ -95,6 +98,17 @@ class AttentionLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
         """Byte at which the row of (layer, K=0 or V=1, kv head, token of the unit) starts."""
         row = ((layer * 2 + kv) * self.kv_heads + head) * self.unit_tokens + token
         return row * self.row_bytes
+
+    def scale_offset(self, layer: int, kv: int, head: int) -> int:
+        """Byte at which the scales of (layer, K=0 or V=1, kv head) start: one, or for int4 one a channel or a token."""
+        match self.dtype:
+            case "float8_e4m3fn" | "int8":
+                return self.payload_bytes + ((layer * 2 + kv) * self.kv_heads + head) * _HEAD_SCALE_BYTES
+            case "int4":
+                group = (layer * self.kv_heads + head) * (self.head_dim + self.unit_tokens) + kv * self.head_dim
+                return self.payload_bytes + group * _GROUP_SCALE_BYTES
+            case _:
+                raise LayoutError(f"dtype {self.dtype} keeps no scales")
 
     def probes(self) -> list[int]:
         """Offsets that any misreading of this layout would get wrong: the ends of every axis."""
