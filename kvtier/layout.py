@@ -114,7 +114,7 @@ class AttentionLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
         """Offsets that any misreading of this layout would get wrong: the ends of every axis."""
         last = (self.layers - 1, 1, self.kv_heads - 1, self.unit_tokens - 1)
         corners = [tuple(last[i] if i == axis else 0 for i in range(4)) for axis in range(4)]
-        return sorted({self.offset(*corner) for corner in (*corners, last)})  # type: ignore[arg-type]
+        return sorted({self.offset(*corner) for corner in (*corners, last)})
 
     def fingerprint(self) -> bytes:
         """16 bytes, equal exactly where the bytes of a unit mean the same."""

@@ -76,10 +76,10 @@ def test_latent_and_attention_never_meet() -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        dict(layers=0, kv_heads=1, head_dim=64),
-        dict(layers=1, kv_heads=1, head_dim=65, dtype="int4"),
-        dict(layers=1, kv_heads=1, head_dim=64, unit_tokens=32),
-        dict(layers=1, kv_heads=1, head_dim=64, dtype="int2"),
+        {"layers": 0, "kv_heads": 1, "head_dim": 64},
+        {"layers": 1, "kv_heads": 1, "head_dim": 65, "dtype": "int4"},
+        {"layers": 1, "kv_heads": 1, "head_dim": 64, "unit_tokens": 32},
+        {"layers": 1, "kv_heads": 1, "head_dim": 64, "dtype": "int2"},
     ],
 )
 def test_layouts_no_unit_can_have(bad: dict[str, object]) -> None:

@@ -1,0 +1,294 @@
+"""Decode: attention of the last one or few tokens of each sequence over its whole paged context.
+
+One launch reads units wherever their addresses point. Rows of a tile are the query tokens times the heads that share a
+kv head. `plan` says how the work is cut among programs; a second, small launch merges the segments that were cut. Both
+read lengths on the device and allocate nothing that depends on them, so a CUDA graph captured once serves any lengths
+up to the table's width.
+
+The method is FlashAttention's online softmax (Dao et al. 2022) split over the keys (Flash-Decoding, Dao et al. 2023).
+Not here: queries of different counts a sequence (`prefill`), latent units (`mla`), states of several tiers (`merge`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kvtier.layout import AttentionLayout, DType
+from kvtier_kernels import checks, tuning
+from kvtier_kernels.addressing import layouts_of, tag_of
+from kvtier_kernels.merge import merge_states
+from kvtier_kernels.plan import locate, pick, spans
+from kvtier_kernels.tiles import INT4, MASKED, attend, load_queries, settle
+
+LOG2E = 1.4426950408889634
+MOST_ROWS = 64
+_PLAIN = ["layer", "layers", "batch", "width", "window"]
+
+
+@triton.jit(do_not_specialize=_PLAIN)
+def decode_kernel(
+    Q, TABLE, LENGTHS, SINKS, SLOPES, OUT, LSE, PARTS, PART_LSE, scale, softcap, window, layer, layers, batch, width,
+    s_qb, s_qt, s_qh, s_ob, s_ot, s_oh, s_table,
+    T: tl.constexpr, G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, W: tl.constexpr, U: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BATCH: tl.constexpr, KIND: tl.constexpr,
+    STORED: tl.constexpr, TAG: tl.constexpr, MIXED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, SINK: tl.constexpr, FAST: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    p = tl.program_id(0)
+    HEADS: tl.constexpr = HK * BLOCKS
+    HALVES: tl.constexpr = 2 if KIND == INT4 else 1
+    index = tl.arange(0, BATCH)
+    lens, firsts, counts = spans(LENGTHS, index, batch, width, T, window, U, BLOCK, WINDOW)
+    ends = tl.cumsum(counts, 0)
+    total = tl.sum(counts, 0) * HEADS
+    share = tl.cdiv(total, tl.num_programs(0))
+    tile = p * share
+    stop = tl.minimum(tile + share, total)
+    r = tl.arange(0, ROWS)
+    d = tl.arange(0, W)
+    while tile < stop:
+        sequence, start = locate(counts, ends, index, tile, HEADS)
+        count = pick(counts, index, sequence)
+        length = pick(lens, index, sequence)
+        segment = (tile - start) // count
+        skipped = (tile - start) % count
+        here = tl.minimum(count - skipped, stop - tile)
+        first = pick(firsts, index, sequence) + skipped
+        head = segment // BLOCKS
+        query = (segment % BLOCKS) * ROWS + r
+        t = query // G
+        h = head * G + query % G
+        real = query < T * G
+        wide = sequence.to(tl.int64)
+        rows = Q + wide * s_qb + t.to(tl.int64) * s_qt + h.to(tl.int64) * s_qh
+        q0, q1, factor = load_queries(rows, real, 1, D, W, KIND)
+        positions = length - T + t
+        slopes = tl.zeros([ROWS], tl.float32)
+        if ALIBI:
+            slopes = tl.load(SLOPES + h, mask=real, other=0.0) * 1.4426950408889634
+        m, l, acc0, acc1, unit = attend(
+            q0, q1, factor * scale, positions, slopes, tl.full([ROWS], MASKED, tl.float32),
+            tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, W], tl.float32), tl.zeros([ROWS, W], tl.float32),
+            tl.full([], 1.0, tl.float32), TABLE + wide * s_table, first, first + here, length, layer, layers, head,
+            softcap, window, HK, D, W, U, BLOCK, KIND, STORED, TAG, MIXED, True, T > 1, WINDOW, SOFTCAP, ALIBI, False,
+            FAST, STAGES,
+        )  # fmt: skip
+        if here == count:
+            sink = tl.zeros([ROWS], tl.float32)
+            if SINK:
+                sink = tl.load(SINKS + h, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+            norm, lse = settle(m, l, unit, sink, SINK)
+            out = OUT + wide * s_ob + t.to(tl.int64) * s_ot + h.to(tl.int64) * s_oh
+            lanes = real[:, None] & (d < D // HALVES)[None, :]
+            tl.store(out[:, None] + d[None, :], (acc0 * norm[:, None]).to(OUT.dtype.element_ty), mask=lanes)
+            if KIND == INT4:
+                tl.store(
+                    out[:, None] + (d + D // 2)[None, :], (acc1 * norm[:, None]).to(OUT.dtype.element_ty), mask=lanes
+                )
+            tl.store(LSE + (wide * T + t) * (HK * G) + h, lse * 0.6931471805599453, mask=real)
+        else:
+            norm, lse = settle(m, l, unit, l, False)
+            slot = (p * 2 + (tile > p * share).to(tl.int32)).to(tl.int64) * ROWS + r
+            parts = PARTS + slot[:, None] * (HALVES * W) + d[None, :]
+            tl.store(parts, acc0 * norm[:, None])
+            if KIND == INT4:
+                tl.store(parts + W, acc1 * norm[:, None])
+            tl.store(PART_LSE + slot, lse)
+        tile += here
+
+
+@triton.jit(do_not_specialize=["batch", "width", "window", "programs"])
+def combine_kernel(
+    LENGTHS, SINKS, OUT, LSE, PARTS, PART_LSE, window, batch, width, programs, s_ob, s_ot, s_oh,
+    T: tl.constexpr, G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, W: tl.constexpr, U: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BATCH: tl.constexpr, HALVES: tl.constexpr,
+    WINDOW: tl.constexpr, SINK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts of each cut segment: program p owns the segment in which tile p * share is the first cut."""
+    p = tl.program_id(0) + 1
+    row = tl.program_id(1)
+    HEADS: tl.constexpr = HK * BLOCKS
+    index = tl.arange(0, BATCH)
+    _lens, _firsts, counts = spans(LENGTHS, index, batch, width, T, window, U, BLOCK, WINDOW)
+    ends = tl.cumsum(counts, 0)
+    total = tl.sum(counts, 0) * HEADS
+    share = tl.cdiv(total, programs)
+    cut = p * share
+    if cut >= total:
+        return
+    sequence, start = locate(counts, ends, index, cut, HEADS)
+    count = pick(counts, index, sequence)
+    segment = (cut - start) // count
+    begin = start + segment * count
+    if (cut == begin) | (cut - share > begin):
+        return
+    query = (segment % BLOCKS) * ROWS + row
+    if query >= T * G:
+        return
+    last = (begin + count - 1) // share
+    c = tl.arange(0, CHUNK)
+    d = tl.arange(0, HALVES * W)
+    m = tl.full([], MASKED, tl.float32)
+    l = tl.zeros([], tl.float32)
+    acc = tl.zeros([HALVES * W], tl.float32)
+    for start_p in range(p - 1, last + 1, CHUNK):
+        owner = start_p + c
+        slot = (owner * 2 + (owner * share < begin).to(tl.int32)).to(tl.int64) * ROWS + row
+        lse = tl.load(PART_LSE + slot, mask=owner <= last, other=float("-inf"))
+        parts = tl.load(
+            PARTS + slot[:, None] * (HALVES * W) + d[None, :], mask=(lse > float("-inf"))[:, None], other=0.0
+        )
+        top = tl.maximum(m, tl.max(lse, 0))
+        weight = tl.exp2(lse - top)
+        fade = tl.exp2(m - top)
+        l = l * fade + tl.sum(weight, 0)
+        acc = acc * fade + tl.sum(parts * weight[:, None], 0)
+        m = top
+    h = (segment // BLOCKS) * G + query % G
+    t = query // G
+    sink = tl.full([], 0.0, tl.float32)
+    if SINK:
+        sink = tl.load(SINKS + h).to(tl.float32) * 1.4426950408889634
+    norm, total_lse = settle(m, l, 1.0, sink, SINK)
+    out = OUT + sequence.to(tl.int64) * s_ob + t * s_ot + h * s_oh
+    if HALVES == 2:
+        dim = tl.where(d < W, d, d - W + D // 2)
+        lanes = tl.where(d < W, d, d - W) < D // 2
+    else:
+        dim = d
+        lanes = d < D
+    tl.store(out + dim, (acc * norm).to(OUT.dtype.element_ty), mask=lanes)
+    tl.store(LSE + (sequence.to(tl.int64) * T + t) * (HK * G) + h, total_lse * 0.6931471805599453)
+
+
+def decode(
+    q: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    layout: AttentionLayout,
+    layer: int,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
+    precisions: Sequence[DType] | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    check: bool | None = None,
+    programs: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each sequence's last tokens over its units, by address.
+
+    q: `[batch, heads, head_dim]` or, with several query tokens, `[batch, tokens, heads, head_dim]`; float16, bfloat16
+    or float32, any strides but contiguous rows. table: int64 `[batch, width]`, entries as in `addressing`; those past
+    a sequence's length are never read through. lengths: int32 `[batch]`, tokens of context including the query's own
+    (already appended); token t of the query stands at position length - tokens + t and sees itself and all before.
+
+    scale: of the logits, head_dim ** -0.5 by default. window: a token sees that many keys, itself included. softcap:
+    logits become softcap * tanh(logit / softcap). sinks: float `[heads]`, one more logit a head, with no value.
+    slopes: float32 `[heads]`, ALiBi. precisions: the dtypes that units of this table are stored in, told apart by
+    their entries' tags; one pass each, of which the states are merged. Default: all units are `layout.dtype`.
+
+    Returns the output, like q, and the natural log-sum-exp of the logits, float32 `[batch, (tokens,) heads]`: for
+    `merge_states`. An empty sequence gives zeros and -inf. `out` and `lse` are written in place when given.
+
+    Raises InvalidRequest or LayoutError before anything is launched. What only the device knows (lengths against the
+    table's width, entries) is checked when `check`, which waits for the device; by default on the CPU alone. Unchecked,
+    a length past the table is cut to it. Waits for nothing else and is safe to capture in a CUDA graph. `programs`
+    overrides how many programs share the work.
+    """
+    squeeze = q.dim() == 3
+    q4 = q[:, None] if squeeze else q
+    layouts = layouts_of(layout, precisions)
+    checks.attention(q4, table, lengths, layouts, layer, sinks, slopes, window, softcap, check)
+    batch, tokens, heads, dim = q4.shape
+    out = checks.output(out, q, q.dtype, "out")
+    lse = checks.output(lse, q[..., 0], torch.float32, "lse", contiguous=True)
+    if not q.numel():
+        return out, lse
+    scale = dim**-0.5 if scale is None else scale
+    out4 = out[:, None] if squeeze else out
+    options = {"scale": scale, "window": window, "softcap": softcap, "slopes": slopes, "programs": programs}
+    if len(layouts) == 1:
+        _launch(q4, table, lengths, layouts[0], layer, out4, lse, sinks=sinks, mixed=False, **options)
+        return out, lse
+    outs = torch.empty(len(layouts), *q4.shape, dtype=torch.float32, device=q.device)
+    lses = torch.empty(len(layouts), batch, tokens, heads, dtype=torch.float32, device=q.device)
+    for i, one in enumerate(layouts):
+        _launch(q4, table, lengths, one, layer, outs[i], lses[i], sinks=None, mixed=True, **options)
+    merged, merged_lse = merge_states(outs.flatten(1, 2), lses.flatten(1, 2), sinks=sinks, dtype=q.dtype)
+    out4.copy_(merged.view(out4.shape))
+    lse.copy_(merged_lse.view(lse.shape))
+    return out, lse
+
+
+def _launch(
+    q: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    layout: AttentionLayout,
+    layer: int,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    mixed: bool,
+    programs: int | None,
+) -> None:
+    batch, tokens, heads, _ = q.shape
+    choice = tuning.decode(layout, tokens * (heads // layout.kv_heads), q.device)
+    programs = programs or choice.programs
+    form = shape(layout, tokens, heads // layout.kv_heads, batch, choice, q.device)
+    columns = form["W"] * (2 if layout.dtype == "int4" else 1)
+    parts = torch.empty(programs * 2 * form["ROWS"] * columns, dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(programs * 2 * form["ROWS"], dtype=torch.float32, device=q.device)
+    width, window_arg = table.shape[1], window or 0
+    decode_kernel[(programs,)](
+        q, table, lengths, sinks, slopes, out, lse, parts, part_lse, scale * LOG2E, softcap or 1.0, window_arg,
+        layer, layout.layers, batch, width, *q.stride()[:3], *out.stride()[:3], table.stride(0), **form, MIXED=mixed,
+        WINDOW=bool(window), SOFTCAP=bool(softcap), ALIBI=slopes is not None, SINK=sinks is not None,
+        STAGES=choice.stages, num_warps=choice.warps,
+    )  # fmt: skip
+    if programs == 1:
+        return
+    shared = {name: form[name] for name in ("T", "G", "HK", "D", "W", "U", "BLOCK", "ROWS", "BLOCKS", "BATCH")}
+    combine_kernel[(programs - 1, min(form["ROWS"], tokens * form["G"]))](
+        lengths, sinks, out, lse, parts, part_lse, window_arg, batch, width, programs, *out.stride()[:3], **shared,
+        HALVES=2 if layout.dtype == "int4" else 1, WINDOW=bool(window), SINK=sinks is not None, CHUNK=16, num_warps=4,
+    )  # fmt: skip
+
+
+def shape(
+    layout: AttentionLayout, tokens: int, group: int, batch: int, choice: tuning.Choice, device: torch.device
+) -> dict[str, Any]:
+    """The constants that a variant of the kernel is compiled for."""
+    stored = tuning.stored(layout.dtype, device)
+    rows = max(16, triton.next_power_of_2(tokens * group))
+    rows = min(rows, MOST_ROWS)
+    return {
+        "T": tokens,
+        "G": group,
+        "HK": layout.kv_heads,
+        "D": layout.head_dim,
+        "W": stored.width(layout.head_dim),
+        "U": layout.unit_tokens,
+        "BLOCK": choice.block,
+        "ROWS": rows,
+        "BLOCKS": triton.cdiv(tokens * group, rows),
+        "BATCH": max(2, triton.next_power_of_2(batch)),
+        "KIND": stored.kind,
+        "STORED": stored.element,
+        "TAG": tag_of(layout.dtype),
+        "FAST": stored.fast,
+    }

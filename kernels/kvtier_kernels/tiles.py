@@ -1,0 +1,328 @@
+"""Device code that decode and prefill share: tiles of K and V read by address, widened, and folded into a softmax.
+
+A tile is BLOCK tokens of one kv head. Where a unit holds whole tiles the tile's rows are contiguous; where tiles span
+units (`unit_tokens` 16) each row has an address of its own. Quantised units are widened in registers: float8 and int8
+to float16, int4 to bfloat16, in which every code is exact. Scales never touch K or V where they need not:
+
+- float8, int8: K's scale multiplies the scores; V's is kept out of the accumulator, which is held in units of the
+  current tile's scale and re-based by the same multiplication that re-bases the softmax.
+- int4: K's channel scales multiply the queries (decode) or the keys (prefill, and tiles of several units); V's token
+  scales multiply the probabilities.
+
+Scores are in powers of two. A masked score is finite, so that no row ever computes inf - inf; a row that saw no key
+keeps that finite maximum and is recognised by it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FLOAT = tl.constexpr(0)
+FLOAT8 = tl.constexpr(1)
+INT8 = tl.constexpr(2)
+INT4 = tl.constexpr(3)
+
+MASKED = tl.constexpr(-1.0e30)
+NOTHING = tl.constexpr(-1.0e29)  # a maximum below this never saw an unmasked score
+ADDRESS_BITS = tl.constexpr(-8)  # clears the tag of a table entry
+
+
+@triton.jit
+def widen(x, KIND: tl.constexpr, TO: tl.constexpr, FAST: tl.constexpr):
+    """Codes of a tile as `TO`, exactly. float8 codes come as float8 where the device converts them, else as bytes."""
+    if KIND == FLOAT8:
+        if x.dtype == tl.uint8:
+            # The bits of e4m3, moved into those of float16, are the value times 2**-8: one exponent bias for another.
+            bits = ((x & 0x80).to(tl.uint16) << 8) | ((x & 0x7F).to(tl.uint16) << 7)
+            return (bits.to(tl.float16, bitcast=True) * 256.0).to(TO)
+        else:
+            return x.to(tl.float16).to(TO)
+    elif KIND == INT8:
+        if FAST:
+            # 0x6400 | u is 1024 + u in float16: four codes in five instructions, where a conversion takes four slow ones.
+            return tl.inline_asm_elementwise(
+                """{
+                .reg .b32 u, bias;
+                xor.b32 u, $2, 0x80808080;
+                mov.b32 bias, 0x64806480;
+                prmt.b32 $0, u, 0x64646464, 0x4140;
+                prmt.b32 $1, u, 0x64646464, 0x4342;
+                sub.f16x2 $0, $0, bias;
+                sub.f16x2 $1, $1, bias;
+                }""",
+                "=r,=r,r",
+                [x],
+                dtype=tl.float16,
+                is_pure=True,
+                pack=4,
+            ).to(TO)
+        else:
+            return x.to(tl.float32).to(TO)
+    else:
+        return x.to(TO)
+
+
+@triton.jit
+def widen_nibbles(x, FAST: tl.constexpr):
+    """The low and the high codes of bytes of int4, as bfloat16."""
+    if FAST:
+        # 0x4300 | u is 128 + u in bfloat16; subtracting 136 takes off the excess of 8 as well, exactly.
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, one, bias;
+            prmt.b32 a, $4, 0, 0x4140;
+            prmt.b32 b, $4, 0, 0x4342;
+            mov.b32 one, 0x3F803F80;
+            mov.b32 bias, 0xC308C308;
+            lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA;
+            shr.b32 a, a, 4;
+            shr.b32 b, b, 4;
+            lop3.b32 $2, a, 0x000F000F, 0x43004300, 0xEA;
+            lop3.b32 $3, b, 0x000F000F, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $0, $0, one, bias;
+            fma.rn.bf16x2 $1, $1, one, bias;
+            fma.rn.bf16x2 $2, $2, one, bias;
+            fma.rn.bf16x2 $3, $3, one, bias;
+            }""",
+            "=r,=r,=r,=r,r",
+            [x],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        low = ((x & 15).to(tl.float32) - 8.0).to(tl.bfloat16)
+        high = ((x >> 4).to(tl.float32) - 8.0).to(tl.bfloat16)
+        return low, high
+
+
+@triton.jit
+def load_queries(rows, seen, stride_d, D: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr):
+    """Query rows at pointers `rows`, as one or (int4) two halves in the type scores are computed in, and their factor.
+
+    float16 cannot hold every bfloat16, so rows headed for it are divided by a power of two first.
+    """
+    d = tl.arange(0, W)
+    if KIND == INT4:
+        half = D // 2
+        lanes = seen[:, None] & (d < half)[None, :]
+        low = tl.load(rows[:, None] + d[None, :] * stride_d, mask=lanes, other=0.0)
+        high = tl.load(rows[:, None] + (d + half)[None, :] * stride_d, mask=lanes, other=0.0)
+        return low.to(tl.bfloat16), high.to(tl.bfloat16), 1.0
+    else:
+        q = tl.load(rows[:, None] + d[None, :] * stride_d, mask=seen[:, None] & (d < D)[None, :], other=0.0)
+        if KIND == FLOAT:
+            return q, q, 1.0
+        else:
+            wide = q.to(tl.float32)
+            top = tl.max(tl.abs(wide), 1)
+            power = tl.exp2(tl.ceil(tl.log2(tl.maximum(top, 1.0e-30))))
+            q = (wide / power[:, None]).to(tl.float16)
+            return q, q, power[:, None]
+
+
+@triton.jit
+def load_scales(
+    entry,
+    alive,
+    inside,
+    at_k,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    HK: tl.constexpr,
+    KIND: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """K's scales (two halves for int4) and V's of the tile whose entry, or entries of its rows, are given.
+
+    `at_k` is the offset of K's scales of this layer and head. V's are -1 (float8, int8) or 0 (int4) where not `alive`.
+    """
+    if KIND == FLOAT:
+        return 1.0, 1.0, 1.0
+    elif KIND == INT4:
+        base = ((entry & ADDRESS_BITS) + at_k).to(tl.pointer_type(tl.bfloat16))
+        d = tl.arange(0, W)
+        lanes = d < D // 2
+        v = tl.load(base + D + inside, mask=alive, other=0.0)
+        if SPAN:
+            low = tl.load(base[:, None] + d[None, :], mask=alive[:, None] & lanes[None, :], other=0.0)
+            high = tl.load(base[:, None] + (d + D // 2)[None, :], mask=alive[:, None] & lanes[None, :], other=0.0)
+        else:
+            some = tl.max(alive.to(tl.int32), 0) > 0
+            low = tl.load(base + d, mask=lanes & some, other=0.0)
+            high = tl.load(base + d + D // 2, mask=lanes & some, other=0.0)
+        return low, high, v
+    else:
+        base = ((entry & ADDRESS_BITS) + at_k).to(tl.pointer_type(tl.float32))
+        if SPAN:
+            k = tl.load(base, mask=alive, other=0.0)
+            return k, k, tl.load(base + HK, mask=alive, other=-1.0)
+        else:
+            some = tl.max(alive.to(tl.int32), 0) > 0
+            k = tl.load(base, mask=some, other=0.0)
+            return k, k, tl.load(base + HK, mask=some, other=-1.0)
+
+
+@triton.jit
+def attend(
+    q0, q1, factor, positions, slopes, m, l, acc0, acc1, unit,
+    row, first, last, length, layer, layers, head, softcap, window,
+    HK: tl.constexpr, D: tl.constexpr, W: tl.constexpr, U: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
+    STORED: tl.constexpr, TAG: tl.constexpr, MIXED: tl.constexpr, EDGE: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SCALE_KEYS: tl.constexpr, FAST: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Fold tiles `first` to `last` of a sequence into the state (m, l, acc0, acc1, unit) and return it.
+
+    `row` points to the sequence's table row; the caller keeps `length` within it. `factor` takes a product of queries
+    and codes to base-2 logits. `unit` is the V scale that the accumulator is counted in. EDGE: tiles may pass the
+    length, or hold units of another precision, and are then masked before they are loaded: what lies in an unused
+    slot may be NaN, and zero times NaN is NaN.
+    """
+    SPAN: tl.constexpr = U % BLOCK != 0
+    WIDTH: tl.constexpr = D // 2 if KIND == INT4 else D  # stored elements of a row
+    BYTES: tl.constexpr = STORED.primitive_bitwidth // 8
+    HEAD: tl.constexpr = U * WIDTH * BYTES
+    d = tl.arange(0, W)
+    n0 = tl.arange(0, BLOCK)
+    lanes = d < WIDTH
+    at = (layer.to(tl.int64) * (2 * HK) + head) * HEAD
+    if KIND == INT4:
+        at_scales = layers.to(tl.int64) * (2 * HK * HEAD) + (layer.to(tl.int64) * HK + head) * ((D + U) * 2)
+    else:
+        at_scales = layers.to(tl.int64) * (2 * HK * HEAD) + (layer.to(tl.int64) * (2 * HK) + head) * 4
+    end = tl.maximum(length - 1, 0)
+    # The entry of the next tile, and its scales, are read one tile ahead: read in place they would cost a pipeline stage.
+    if SPAN:
+        entry = tl.load(row + tl.minimum(first * BLOCK + n0, end) // U)
+        ahead = tl.load(row + tl.minimum(first * BLOCK + BLOCK + n0, end) // U)
+    else:
+        entry = tl.load(row + tl.minimum(first * BLOCK, end) // U)
+        ahead = tl.load(row + tl.minimum(first * BLOCK + BLOCK, end) // U)
+    CARRY: tl.constexpr = KIND != FLOAT and not (KIND == INT4 and SPAN)
+    n = first * BLOCK + n0
+    alive = n < length
+    if MIXED:
+        alive = alive & ((entry & 7) == TAG)
+    if CARRY:
+        k0, k1, vs = load_scales(entry, alive, n % U, at_scales, D, W, HK, KIND, SPAN)
+    else:
+        k0, k1, vs = 1.0, 1.0, 1.0
+    for j in tl.range(first, last, num_stages=STAGES):
+        n = j * BLOCK + n0
+        alive = n < length
+        if MIXED:
+            alive = alive & ((entry & 7) == TAG)
+        base = tl.multiple_of(((entry & ADDRESS_BITS) + at).to(tl.pointer_type(STORED)), 16)
+        if SPAN:
+            k_rows = base + (n % U) * WIDTH
+        else:
+            k_rows = base + ((j * BLOCK) % U + n0) * WIDTH
+        k_at = k_rows[:, None] + d[None, :]
+        v_at = k_at + HK * U * WIDTH
+        if EDGE or MIXED:
+            k = tl.load(k_at, mask=alive[:, None] & lanes[None, :], other=0.0)
+        elif WIDTH != W:
+            k = tl.load(k_at, mask=lanes[None, :], other=0.0)
+        else:
+            k = tl.load(k_at)
+        if KIND == INT4:
+            low, high = widen_nibbles(k, FAST)
+            if SPAN:
+                # A scale a channel and a unit: too many to carry, and read with the tile they cost no stage.
+                s0, s1, vt = load_scales(entry, alive, n % U, at_scales, D, W, HK, KIND, SPAN)
+                s = tl.dot(q0, tl.trans(low * s0))
+                s = tl.dot(q1, tl.trans(high * s1), s)
+            elif SCALE_KEYS:
+                s = tl.dot(q0, tl.trans(low * k0[None, :]))
+                s = tl.dot(q1, tl.trans(high * k1[None, :]), s)
+            else:
+                s = tl.dot(q0 * k0[None, :], tl.trans(low))
+                s = tl.dot(q1 * k1[None, :], tl.trans(high), s)
+            if not SPAN:
+                vt = vs
+            s = s * factor
+        elif KIND == FLOAT:
+            s = tl.dot(q0, tl.trans(k.to(q0.dtype)), input_precision="ieee") * factor
+        else:
+            s = tl.dot(q0, tl.trans(widen(k, KIND, tl.float16, FAST)))
+            if SPAN:
+                s = s * (factor * k0[None, :])
+            else:
+                s = s * (factor * k0)
+        if SOFTCAP:
+            s = (softcap * 1.4426950408889634) * (1.0 - 2.0 / (tl.exp2(s * (2.0 / softcap)) + 1.0))
+        if ALIBI:
+            s += slopes[:, None] * (n[None, :] - positions[:, None]).to(tl.float32)
+        if EDGE or MIXED:
+            s = tl.where(alive[None, :], s, MASKED)
+        if CAUSAL:
+            s = tl.where(n[None, :] <= positions[:, None], s, MASKED)
+        if WINDOW:
+            s = tl.where(n[None, :] > positions[:, None] - window, s, MASKED)
+        top = tl.maximum(m, tl.max(s, 1))
+        p = tl.exp2(s - top[:, None])
+        fade = tl.exp2(m - top)
+        l = l * fade + tl.sum(p, 1)
+        m = top
+        if EDGE or MIXED:
+            v = tl.load(v_at, mask=alive[:, None] & lanes[None, :], other=0.0)
+        elif WIDTH != W:
+            v = tl.load(v_at, mask=lanes[None, :], other=0.0)
+        else:
+            v = tl.load(v_at)
+        if KIND == INT4:
+            low, high = widen_nibbles(v, FAST)
+            p = (p * vt.to(tl.float32)[None, :]).to(tl.bfloat16)
+            acc0 = tl.dot(p, low, acc0 * fade[:, None])
+            acc1 = tl.dot(p, high, acc1 * fade[:, None])
+        elif KIND == FLOAT:
+            acc0 = tl.dot(p.to(q0.dtype), v.to(q0.dtype), acc0 * fade[:, None], input_precision="ieee")
+        else:
+            if SPAN:
+                tile = tl.max(vs, 0)
+                tile = tl.where(tile > 0, tl.maximum(tile, 1.0e-20), unit)
+                p = p * (tl.maximum(vs, 0.0) / tile)[None, :]
+            else:
+                tile = tl.where(vs > 0, tl.maximum(vs, 1.0e-20), unit)
+            fade = fade * (unit / tile)
+            unit = tile
+            acc0 = tl.dot(p.to(tl.float16), widen(v, KIND, tl.float16, FAST), acc0 * fade[:, None])
+        entry = ahead
+        if CARRY:
+            n = n + BLOCK
+            alive = n < length
+            if MIXED:
+                alive = alive & ((entry & 7) == TAG)
+            k0, k1, vs = load_scales(entry, alive, n % U, at_scales, D, W, HK, KIND, SPAN)
+        if SPAN:
+            ahead = tl.load(row + tl.minimum((j + 2) * BLOCK + n0, end) // U)
+        else:
+            ahead = tl.load(row + tl.minimum((j + 2) * BLOCK, end) // U)
+    return m, l, acc0, acc1, unit
+
+
+@triton.jit
+def settle(m, l, unit, sink, SINKS: tl.constexpr):
+    """The factor that makes an accumulator an output, and the base-2 log-sum-exp; (0, -inf) for rows without a key."""
+    seen = m > NOTHING
+    l = tl.where(seen, l, 1.0)
+    lse = tl.where(seen, m + tl.log2(l), float("-inf"))
+    factor = tl.where(seen, unit / l, 0.0)
+    if SINKS:
+        lse, share = add_sink(lse, sink)
+        factor = factor * share
+    return factor, lse
+
+
+@triton.jit
+def add_sink(lse, sink):
+    """A base-2 log-sum-exp with one more logit, and the share that stays with what it had before."""
+    top = tl.maximum(lse, sink)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    both = tl.exp2(lse - top) + tl.exp2(sink - top)
+    total = tl.where(both > 0, top + tl.log2(tl.maximum(both, 1.0e-37)), float("-inf"))
+    share = tl.where(both > 0, tl.exp2(lse - top) / tl.maximum(both, 1.0e-37), 0.0)
+    return total, share

@@ -1,0 +1,171 @@
+"""What each launch is compiled with: tile sizes, warps, stages, programs, and how stored precisions are read.
+
+A choice comes from, in this order: the file that `kvtier_kernels.tune` recorded (KVTIER_KERNELS_TUNING, by default
+`~/.cache/kvtier/kernels.json`), or the defaults below, which were measured on an H200 (docs/kernels.md). Choices never
+depend on lengths, so a launch that was compiled once is never compiled again for other lengths.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvtier.errors import ConfigError
+from kvtier.layout import AttentionLayout, LatentLayout
+from kvtier_kernels.tiles import FLOAT, FLOAT8, INT4, INT8
+
+
+class Choice(NamedTuple):
+    """How a kernel is compiled and spread. `per_sm`: programs resident on a multiprocessor, for persistent launches."""
+
+    block: int
+    warps: int
+    stages: int
+    per_sm: int = 1
+    rows: int = 0
+    sms: int = 1
+
+    @property
+    def programs(self) -> int:
+        return self.sms * self.per_sm
+
+
+class Stored(NamedTuple):
+    """How a stored dtype is read: `kind` for the kernels, the element that addresses point to, the fast conversions."""
+
+    kind: int
+    element: Any
+    fast: bool
+
+    def width(self, head_dim: int) -> int:
+        """Columns of a tile: the head dim, or for int4 its half, padded to a power of two of at least 16."""
+        return max(16, triton.next_power_of_2(head_dim // 2 if self.kind == INT4.value else head_dim))
+
+
+def interpreting() -> bool:
+    """Kernels run in Triton's interpreter, on the CPU."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def stored(dtype: str, device: torch.device | None = None, capability: int | None = None) -> Stored:
+    """How units of `dtype` are read on `device`, or on a GPU of compute `capability` (90 for 9.0)."""
+    fast = not interpreting() or capability is not None
+    match dtype:
+        case "float8_e4m3fn":
+            native = fast and (capability or _capability(device)) >= 89
+            return Stored(FLOAT8.value, tl.float8e4nv if native else tl.uint8, fast)
+        case "int8":
+            return Stored(INT8.value, tl.int8, fast)
+        case "int4":
+            return Stored(INT4.value, tl.uint8, fast)
+        case _:
+            return Stored(
+                FLOAT.value, getattr(tl, {"float32": "float32", "float16": "float16"}.get(dtype, "bfloat16")), fast
+            )
+
+
+def decode(layout: AttentionLayout, rows: int, device: torch.device | None = None) -> Choice:
+    """For decode with `rows` query rows a kv head."""
+    wide = layout.head_dim > 128
+    if interpreting():
+        return Choice(block=64 if layout.unit_tokens == 64 else 32, warps=4, stages=1, sms=3)
+    choice = Choice(block=64, warps=8 if wide else 4, stages=3, per_sm=1 if wide or rows > 16 else 3)
+    if layout.dtype == "float32":
+        choice = Choice(block=16, warps=4, stages=2, per_sm=1)
+    return _recorded("decode", _key(layout, rows), choice)._replace(sms=multiprocessors(device))
+
+
+def prefill(layout: AttentionLayout, group: int) -> Choice:
+    """For prefill; `rows` are query tokens times heads of a group."""
+    rows = max(64 if layout.head_dim > 128 else 128, triton.next_power_of_2(group))
+    if interpreting():
+        return Choice(
+            block=64 if layout.unit_tokens == 64 else 32, warps=4, stages=1, rows=max(16, triton.next_power_of_2(group))
+        )
+    choice = Choice(block=64, warps=8, stages=3 if layout.head_dim <= 128 else 2, rows=rows)
+    if layout.dtype == "float32":
+        choice = Choice(block=16, warps=8, stages=1, rows=max(32, triton.next_power_of_2(group)))
+    return _recorded("prefill", _key(layout, group), choice)
+
+
+def mla(layout: LatentLayout, rows: int, device: torch.device | None = None) -> Choice:
+    """For latent decode with `rows` query rows."""
+    if interpreting():
+        return Choice(block=16 if layout.unit_tokens == 16 else 32, warps=4, stages=1, rows=16, sms=3)
+    few = rows <= 16
+    choice = Choice(block=64, warps=4 if few else 8, stages=2, per_sm=1, rows=16 if few else 64)
+    if layout.dtype == "float32":
+        choice = Choice(block=16, warps=4, stages=1, per_sm=1, rows=16)
+    return _recorded("mla", f"{layout.dtype}/{layout.unit_tokens}/{choice.rows}", choice)._replace(
+        sms=multiprocessors(device)
+    )
+
+
+def multiprocessors(device: torch.device | None) -> int:
+    if device is None or device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def record_path() -> Path:
+    """Where measured choices are kept."""
+    named = os.environ.get("KVTIER_KERNELS_TUNING")
+    return Path(named) if named else Path.home() / ".cache" / "kvtier" / "kernels.json"
+
+
+def record(kernel: str, key: str, choice: Choice) -> None:
+    """Keep a measured choice for this device's architecture, in this process and in the file."""
+    path = record_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entries = dict(_file())
+    entries[f"{_architecture()}/{kernel}/{key}"] = choice._replace(sms=1)._asdict()
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
+    partial.write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n")
+    partial.replace(path)
+    _file.cache_clear()
+
+
+def _recorded(kernel: str, key: str, default: Choice) -> Choice:
+    entries = _file()
+    found = entries.get(f"{_architecture()}/{kernel}/{key}") if entries else None
+    return default if found is None else Choice(**found)
+
+
+@functools.cache
+def _file() -> dict[str, dict[str, int]]:
+    path = record_path()
+    try:
+        entries = json.loads(path.read_text())
+        for fields in entries.values():
+            Choice(**fields)
+    except FileNotFoundError:
+        return {}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} is no record of tuning ({error}): delete it, or set KVTIER_KERNELS_TUNING"
+        ) from error
+    return entries  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _architecture() -> str:
+    if not torch.cuda.is_available():
+        return "none"
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
+
+
+def _capability(device: torch.device | None) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+def _key(layout: AttentionLayout, rows: int) -> str:
+    return f"{layout.dtype}/{layout.head_dim}/{layout.unit_tokens}/{max(16, triton.next_power_of_2(rows))}"
