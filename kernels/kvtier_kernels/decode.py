@@ -23,7 +23,7 @@ from kvtier_kernels import checks, tuning
 from kvtier_kernels.addressing import layouts_of, tag_of
 from kvtier_kernels.merge import merge_states
 from kvtier_kernels.plan import locate, pick, spans
-from kvtier_kernels.tiles import INT4, MASKED, attend, load_queries, settle
+from kvtier_kernels.tiles import FLOAT, MASKED, attend, load_queries, piece_dim, settle
 
 LOG2E = 1.4426950408889634
 MOST_ROWS = 64
@@ -34,14 +34,14 @@ _PLAIN = ["layer", "layers", "batch", "width", "window"]
 def decode_kernel(
     Q, TABLE, LENGTHS, SINKS, SLOPES, OUT, LSE, PARTS, PART_LSE, scale, softcap, window, layer, layers, batch, width,
     s_qb, s_qt, s_qh, s_ob, s_ot, s_oh, s_table,
-    T: tl.constexpr, G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, W: tl.constexpr, U: tl.constexpr,
+    T: tl.constexpr, G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, W: tl.constexpr, C: tl.constexpr, U: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BATCH: tl.constexpr, KIND: tl.constexpr,
     STORED: tl.constexpr, TAG: tl.constexpr, MIXED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, SINK: tl.constexpr, FAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0)
     HEADS: tl.constexpr = HK * BLOCKS
-    HALVES: tl.constexpr = 2 if KIND == INT4 else 1
+    PIECES: tl.constexpr = 1 if KIND == FLOAT else 4
     index = tl.arange(0, BATCH)
     lens, firsts, counts = spans(LENGTHS, index, batch, width, T, window, U, BLOCK, WINDOW)
     ends = tl.cumsum(counts, 0)
@@ -50,7 +50,7 @@ def decode_kernel(
     tile = p * share
     stop = tl.minimum(tile + share, total)
     r = tl.arange(0, ROWS)
-    d = tl.arange(0, W)
+    c = tl.arange(0, C)
     while tile < stop:
         sequence, start = locate(counts, ends, index, tile, HEADS)
         count = pick(counts, index, sequence)
@@ -71,12 +71,12 @@ def decode_kernel(
         slopes = tl.zeros([ROWS], tl.float32)
         if ALIBI:
             slopes = tl.load(SLOPES + h, mask=real, other=0.0) * 1.4426950408889634
-        m, l, acc0, acc1, unit = attend(
+        acc0 = tl.zeros([ROWS, C], tl.float32)
+        m, l, acc0, acc1, acc2, acc3, unit = attend(
             q0, q1, factor * scale, positions, slopes, tl.full([ROWS], MASKED, tl.float32),
-            tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, W], tl.float32), tl.zeros([ROWS, W], tl.float32),
-            tl.full([], 1.0, tl.float32), TABLE + wide * s_table, first, first + here, length, layer, layers, head,
-            softcap, window, HK, D, W, U, BLOCK, KIND, STORED, TAG, MIXED, True, T > 1, WINDOW, SOFTCAP, ALIBI, False,
-            FAST, STAGES,
+            tl.zeros([ROWS], tl.float32), acc0, acc0, acc0, acc0, tl.full([], 1.0, tl.float32),
+            TABLE + wide * s_table, first, first + here, length, layer, layers, head, softcap, window,
+            HK, D, W, C, U, BLOCK, KIND, STORED, TAG, MIXED, True, T > 1, WINDOW, SOFTCAP, ALIBI, False, FAST, STAGES,
         )  # fmt: skip
         if here == count:
             sink = tl.zeros([ROWS], tl.float32)
@@ -84,20 +84,21 @@ def decode_kernel(
                 sink = tl.load(SINKS + h, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
             norm, lse = settle(m, l, unit, sink, SINK)
             out = OUT + wide * s_ob + t.to(tl.int64) * s_ot + h.to(tl.int64) * s_oh
-            lanes = real[:, None] & (d < D // HALVES)[None, :]
-            tl.store(out[:, None] + d[None, :], (acc0 * norm[:, None]).to(OUT.dtype.element_ty), mask=lanes)
-            if KIND == INT4:
-                tl.store(
-                    out[:, None] + (d + D // 2)[None, :], (acc1 * norm[:, None]).to(OUT.dtype.element_ty), mask=lanes
-                )
+            store_piece(out, acc0 * norm[:, None], real, 0, D, C, PIECES, KIND)
+            if PIECES == 4:
+                store_piece(out, acc1 * norm[:, None], real, 1, D, C, PIECES, KIND)
+                store_piece(out, acc2 * norm[:, None], real, 2, D, C, PIECES, KIND)
+                store_piece(out, acc3 * norm[:, None], real, 3, D, C, PIECES, KIND)
             tl.store(LSE + (wide * T + t) * (HK * G) + h, lse * 0.6931471805599453, mask=real)
         else:
             norm, lse = settle(m, l, unit, l, False)
             slot = (p * 2 + (tile > p * share).to(tl.int32)).to(tl.int64) * ROWS + r
-            parts = PARTS + slot[:, None] * (HALVES * W) + d[None, :]
+            parts = PARTS + slot[:, None] * (PIECES * C) + c[None, :]
             tl.store(parts, acc0 * norm[:, None])
-            if KIND == INT4:
-                tl.store(parts + W, acc1 * norm[:, None])
+            if PIECES == 4:
+                tl.store(parts + C, acc1 * norm[:, None])
+                tl.store(parts + 2 * C, acc2 * norm[:, None])
+                tl.store(parts + 3 * C, acc3 * norm[:, None])
             tl.store(PART_LSE + slot, lse)
         tile += here
 
@@ -105,8 +106,8 @@ def decode_kernel(
 @triton.jit(do_not_specialize=["batch", "width", "window", "programs"])
 def combine_kernel(
     LENGTHS, SINKS, OUT, LSE, PARTS, PART_LSE, window, batch, width, programs, s_ob, s_ot, s_oh,
-    T: tl.constexpr, G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, W: tl.constexpr, U: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BATCH: tl.constexpr, HALVES: tl.constexpr,
+    T: tl.constexpr, G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, C: tl.constexpr, U: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BATCH: tl.constexpr, KIND: tl.constexpr,
     WINDOW: tl.constexpr, SINK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of each cut segment: program p owns the segment in which tile p * share is the first cut."""
@@ -131,17 +132,18 @@ def combine_kernel(
     if query >= T * G:
         return
     last = (begin + count - 1) // share
-    c = tl.arange(0, CHUNK)
-    d = tl.arange(0, HALVES * W)
+    PIECES: tl.constexpr = 1 if KIND == FLOAT else 4
+    each = tl.arange(0, CHUNK)
+    x = tl.arange(0, PIECES * C)
     m = tl.full([], MASKED, tl.float32)
     l = tl.zeros([], tl.float32)
-    acc = tl.zeros([HALVES * W], tl.float32)
+    acc = tl.zeros([PIECES * C], tl.float32)
     for start_p in range(p - 1, last + 1, CHUNK):
-        owner = start_p + c
+        owner = start_p + each
         slot = (owner * 2 + (owner * share < begin).to(tl.int32)).to(tl.int64) * ROWS + row
         lse = tl.load(PART_LSE + slot, mask=owner <= last, other=float("-inf"))
         parts = tl.load(
-            PARTS + slot[:, None] * (HALVES * W) + d[None, :], mask=(lse > float("-inf"))[:, None], other=0.0
+            PARTS + slot[:, None] * (PIECES * C) + x[None, :], mask=(lse > float("-inf"))[:, None], other=0.0
         )
         top = tl.maximum(m, tl.max(lse, 0))
         weight = tl.exp2(lse - top)
@@ -156,14 +158,22 @@ def combine_kernel(
         sink = tl.load(SINKS + h).to(tl.float32) * 1.4426950408889634
     norm, total_lse = settle(m, l, 1.0, sink, SINK)
     out = OUT + sequence.to(tl.int64) * s_ob + t * s_ot + h * s_oh
-    if HALVES == 2:
-        dim = tl.where(d < W, d, d - W + D // 2)
-        lanes = tl.where(d < W, d, d - W) < D // 2
-    else:
-        dim = d
-        lanes = d < D
+    column = x % C
+    dim = piece_dim(x // C, column, D, KIND)
+    lanes = column < (D if KIND == FLOAT else D // 4)
     tl.store(out + dim, (acc * norm).to(OUT.dtype.element_ty), mask=lanes)
     tl.store(LSE + (sequence.to(tl.int64) * T + t) * (HK * G) + h, total_lse * 0.6931471805599453)
+
+
+@triton.jit
+def store_piece(
+    out, acc, real, PIECE: tl.constexpr, D: tl.constexpr, C: tl.constexpr, PIECES: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
+    """One accumulator of a tile, to the rows at pointers `out`."""
+    c = tl.arange(0, C)
+    lanes = real[:, None] & (c < D // PIECES)[None, :]
+    dim = piece_dim(PIECE, c, D, KIND)
+    tl.store(out[:, None] + dim[None, :], acc.to(out.dtype.element_ty), mask=lanes)
 
 
 def decode(
@@ -250,7 +260,7 @@ def _launch(
     choice = tuning.decode(layout, tokens * (heads // layout.kv_heads), q.device)
     programs = programs or choice.programs
     form = shape(layout, tokens, heads // layout.kv_heads, batch, choice, q.device)
-    columns = form["W"] * (2 if layout.dtype == "int4" else 1)
+    columns = form["C"] * (1 if form["KIND"] == FLOAT.value else 4)
     parts = torch.empty(programs * 2 * form["ROWS"] * columns, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(programs * 2 * form["ROWS"], dtype=torch.float32, device=q.device)
     width, window_arg = table.shape[1], window or 0
@@ -262,10 +272,10 @@ def _launch(
     )  # fmt: skip
     if programs == 1:
         return
-    shared = {name: form[name] for name in ("T", "G", "HK", "D", "W", "U", "BLOCK", "ROWS", "BLOCKS", "BATCH")}
+    shared = {name: form[name] for name in ("T", "G", "HK", "D", "C", "U", "BLOCK", "ROWS", "BLOCKS", "BATCH", "KIND")}
     combine_kernel[(programs - 1, min(form["ROWS"], tokens * form["G"]))](
         lengths, sinks, out, lse, parts, part_lse, window_arg, batch, width, programs, *out.stride()[:3], **shared,
-        HALVES=2 if layout.dtype == "int4" else 1, WINDOW=bool(window), SINK=sinks is not None, CHUNK=16, num_warps=4,
+        WINDOW=bool(window), SINK=sinks is not None, CHUNK=16, num_warps=4,
     )  # fmt: skip
 
 
@@ -282,6 +292,7 @@ def shape(
         "HK": layout.kv_heads,
         "D": layout.head_dim,
         "W": stored.width(layout.head_dim),
+        "C": stored.columns(layout.head_dim),
         "U": layout.unit_tokens,
         "BLOCK": choice.block,
         "ROWS": rows,

@@ -99,6 +99,106 @@ def widen_nibbles(x, FAST: tl.constexpr):
 
 
 @triton.jit
+def split_words(x, KIND: tl.constexpr, NATIVE: tl.constexpr, FAST: tl.constexpr):
+    """Four tensors of codes from words that hold four codes of a row each: dims 4c + i, or for int4 of both halves.
+
+    A product over tokens needs pairs of tokens in a register. Bytes of V would be fetched one by one for that; words
+    are fetched whole, and the pairs made by permuting two of them.
+    """
+    if KIND == INT4:
+        if FAST:
+            # A word of two bytes, two tokens a register: dims 2c (+ half) in byte 0, dims 2c + 1 (+ half) in byte 1.
+            return tl.inline_asm_elementwise(
+                """{
+                .reg .b32 a, b, one, bias;
+                prmt.b32 a, $4, 0, 0x4240;
+                prmt.b32 b, $4, 0, 0x4341;
+                mov.b32 one, 0x3F803F80;
+                mov.b32 bias, 0xC308C308;
+                lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA;
+                lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA;
+                shr.b32 a, a, 4;
+                shr.b32 b, b, 4;
+                lop3.b32 $2, a, 0x000F000F, 0x43004300, 0xEA;
+                lop3.b32 $3, b, 0x000F000F, 0x43004300, 0xEA;
+                fma.rn.bf16x2 $0, $0, one, bias;
+                fma.rn.bf16x2 $1, $1, one, bias;
+                fma.rn.bf16x2 $2, $2, one, bias;
+                fma.rn.bf16x2 $3, $3, one, bias;
+                }""",
+                "=r,=r,=r,=r,r",
+                [x],
+                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            a = ((x & 15).to(tl.float32) - 8.0).to(tl.bfloat16)
+            b = (((x >> 8) & 15).to(tl.float32) - 8.0).to(tl.bfloat16)
+            c = (((x >> 4) & 15).to(tl.float32) - 8.0).to(tl.bfloat16)
+            e = (((x >> 12) & 15).to(tl.float32) - 8.0).to(tl.bfloat16)
+            return a, b, c, e
+    elif KIND == INT8:
+        if FAST:
+            return tl.inline_asm_elementwise(
+                """{
+                .reg .b32 a, b, t, bias;
+                prmt.b32 a, $4, $5, 0x5140;
+                prmt.b32 b, $4, $5, 0x7362;
+                xor.b32 a, a, 0x80808080;
+                xor.b32 b, b, 0x80808080;
+                mov.b32 bias, 0x64806480;
+                prmt.b32 $0, a, 0x64646464, 0x4140;
+                prmt.b32 $1, a, 0x64646464, 0x4342;
+                prmt.b32 $2, b, 0x64646464, 0x4140;
+                prmt.b32 $3, b, 0x64646464, 0x4342;
+                sub.f16x2 $0, $0, bias;
+                sub.f16x2 $1, $1, bias;
+                sub.f16x2 $2, $2, bias;
+                sub.f16x2 $3, $3, bias;
+                }""",
+                "=r,=r,=r,=r,r,r",
+                [x],
+                dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            a = x.to(tl.int8).to(tl.float16)
+            b = (x >> 8).to(tl.int8).to(tl.float16)
+            c = (x >> 16).to(tl.int8).to(tl.float16)
+            e = (x >> 24).to(tl.int8).to(tl.float16)
+            return a, b, c, e
+    else:
+        if NATIVE:
+            return tl.inline_asm_elementwise(
+                """{
+                .reg .b32 a, b;
+                .reg .b16 p, q, r, s;
+                prmt.b32 a, $4, $5, 0x5140;
+                prmt.b32 b, $4, $5, 0x7362;
+                mov.b32 {p, q}, a;
+                mov.b32 {r, s}, b;
+                cvt.rn.f16x2.e4m3x2 $0, p;
+                cvt.rn.f16x2.e4m3x2 $1, q;
+                cvt.rn.f16x2.e4m3x2 $2, r;
+                cvt.rn.f16x2.e4m3x2 $3, s;
+                }""",
+                "=r,=r,=r,=r,r,r",
+                [x],
+                dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            a = widen((x & 0xFF).to(tl.uint8), KIND, tl.float16, FAST)
+            b = widen(((x >> 8) & 0xFF).to(tl.uint8), KIND, tl.float16, FAST)
+            c = widen(((x >> 16) & 0xFF).to(tl.uint8), KIND, tl.float16, FAST)
+            e = widen(((x >> 24) & 0xFF).to(tl.uint8), KIND, tl.float16, FAST)
+            return a, b, c, e
+
+
+@triton.jit
 def load_queries(rows, seen, stride_d, D: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr):
     """Query rows at pointers `rows`, as one or (int4) two halves in the type scores are computed in, and their factor.
 
@@ -166,68 +266,81 @@ def load_scales(
 
 
 @triton.jit
+def piece_dim(piece, column, D: tl.constexpr, KIND: tl.constexpr):
+    """The head dim that a column of an accumulator holds; `piece` says which of the accumulators."""
+    if KIND == FLOAT:
+        return column
+    elif KIND == INT4:
+        return (piece // 2) * (D // 2) + 2 * column + piece % 2
+    else:
+        return 4 * column + piece
+
+
+@triton.jit
 def attend(
-    q0, q1, factor, positions, slopes, m, l, acc0, acc1, unit,
+    q0, q1, factor, positions, slopes, m, l, acc0, acc1, acc2, acc3, unit,
     row, first, last, length, layer, layers, head, softcap, window,
-    HK: tl.constexpr, D: tl.constexpr, W: tl.constexpr, U: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
-    STORED: tl.constexpr, TAG: tl.constexpr, MIXED: tl.constexpr, EDGE: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SCALE_KEYS: tl.constexpr, FAST: tl.constexpr,
-    STAGES: tl.constexpr,
+    HK: tl.constexpr, D: tl.constexpr, W: tl.constexpr, C: tl.constexpr, U: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, STORED: tl.constexpr, TAG: tl.constexpr, MIXED: tl.constexpr, EDGE: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SCALE_KEYS: tl.constexpr,
+    FAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Fold tiles `first` to `last` of a sequence into the state (m, l, acc0, acc1, unit) and return it.
+    """Fold tiles `first` to `last` of a sequence into the state (m, l, acc0 to acc3, unit) and return it.
 
     `row` points to the sequence's table row; the caller keeps `length` within it. `factor` takes a product of queries
-    and codes to base-2 logits. `unit` is the V scale that the accumulator is counted in. EDGE: tiles may pass the
-    length, or hold units of another precision, and are then masked before they are loaded: what lies in an unused
-    slot may be NaN, and zero times NaN is NaN.
+    and codes to base-2 logits. `unit` is the V scale that the accumulators are counted in. Float units use acc0 alone,
+    quantised ones all four; `piece_dim` says what they hold. EDGE: tiles may pass the length, and are then masked
+    before they are loaded: what lies in an unused slot may be NaN, and zero times NaN is NaN.
     """
     SPAN: tl.constexpr = U % BLOCK != 0
+    GUARD: tl.constexpr = EDGE or MIXED
     WIDTH: tl.constexpr = D // 2 if KIND == INT4 else D  # stored elements of a row
-    BYTES: tl.constexpr = STORED.primitive_bitwidth // 8
-    HEAD: tl.constexpr = U * WIDTH * BYTES
+    HEAD: tl.constexpr = U * WIDTH * (STORED.primitive_bitwidth // 8)
+    CARRY: tl.constexpr = KIND != FLOAT and not (KIND == INT4 and SPAN)
+    WORD: tl.constexpr = STORED if KIND == FLOAT else (tl.int16 if KIND == INT4 else tl.int32)
+    WORDS: tl.constexpr = D if KIND == FLOAT else D // 4  # of a row
     d = tl.arange(0, W)
+    c = tl.arange(0, C)
     n0 = tl.arange(0, BLOCK)
-    lanes = d < WIDTH
     at = (layer.to(tl.int64) * (2 * HK) + head) * HEAD
     if KIND == INT4:
         at_scales = layers.to(tl.int64) * (2 * HK * HEAD) + (layer.to(tl.int64) * HK + head) * ((D + U) * 2)
     else:
         at_scales = layers.to(tl.int64) * (2 * HK * HEAD) + (layer.to(tl.int64) * (2 * HK) + head) * 4
     end = tl.maximum(length - 1, 0)
-    # The entry of the next tile, and its scales, are read one tile ahead: read in place they would cost a pipeline stage.
-    if SPAN:
-        entry = tl.load(row + tl.minimum(first * BLOCK + n0, end) // U)
-        ahead = tl.load(row + tl.minimum(first * BLOCK + BLOCK + n0, end) // U)
-    else:
-        entry = tl.load(row + tl.minimum(first * BLOCK, end) // U)
-        ahead = tl.load(row + tl.minimum(first * BLOCK + BLOCK, end) // U)
-    CARRY: tl.constexpr = KIND != FLOAT and not (KIND == INT4 and SPAN)
-    n = first * BLOCK + n0
-    alive = n < length
-    if MIXED:
-        alive = alive & ((entry & 7) == TAG)
+    # What a tile's addresses come from is loaded one tile ahead, and straight from the table: a value handed down
+    # through two iterations keeps the compiler from overlapping loads of K and V with arithmetic at all.
+    entry = tl.load(row + entry_index(first, n0, end, U, BLOCK))
+    ahead = entry
+    k0, k1, vs = 1.0, 1.0, 1.0
     if CARRY:
+        ahead = tl.load(row + entry_index(first + 1, n0, end, U, BLOCK))
+        n = first * BLOCK + n0
+        alive = n < length
+        if MIXED:
+            alive = alive & ((entry & 7) == TAG)
         k0, k1, vs = load_scales(entry, alive, n % U, at_scales, D, W, HK, KIND, SPAN)
-    else:
-        k0, k1, vs = 1.0, 1.0, 1.0
     for j in tl.range(first, last, num_stages=STAGES):
         n = j * BLOCK + n0
         alive = n < length
         if MIXED:
             alive = alive & ((entry & 7) == TAG)
-        base = tl.multiple_of(((entry & ADDRESS_BITS) + at).to(tl.pointer_type(STORED)), 16)
+        address = (entry & ADDRESS_BITS) + at
+        k_base = tl.multiple_of(address.to(tl.pointer_type(STORED)), 16)
+        v_base = tl.multiple_of((address + HK * HEAD).to(tl.pointer_type(WORD)), 16)
         if SPAN:
-            k_rows = base + (n % U) * WIDTH
+            token = n % U
         else:
-            k_rows = base + ((j * BLOCK) % U + n0) * WIDTH
-        k_at = k_rows[:, None] + d[None, :]
-        v_at = k_at + HK * U * WIDTH
-        if EDGE or MIXED:
-            k = tl.load(k_at, mask=alive[:, None] & lanes[None, :], other=0.0)
+            token = (j * BLOCK) % U + n0
+        k_at = (k_base + token * WIDTH)[:, None] + d[None, :]
+        v_at = (v_base + token * WORDS)[:, None] + c[None, :]
+        if GUARD:
+            k = tl.load(k_at, mask=alive[:, None] & (d < WIDTH)[None, :], other=0.0)
         elif WIDTH != W:
-            k = tl.load(k_at, mask=lanes[None, :], other=0.0)
+            k = tl.load(k_at, mask=(d < WIDTH)[None, :], other=0.0)
         else:
             k = tl.load(k_at)
+        vt = vs
         if KIND == INT4:
             low, high = widen_nibbles(k, FAST)
             if SPAN:
@@ -241,8 +354,6 @@ def attend(
             else:
                 s = tl.dot(q0 * k0[None, :], tl.trans(low))
                 s = tl.dot(q1 * k1[None, :], tl.trans(high), s)
-            if not SPAN:
-                vt = vs
             s = s * factor
         elif KIND == FLOAT:
             s = tl.dot(q0, tl.trans(k.to(q0.dtype)), input_precision="ieee") * factor
@@ -256,7 +367,7 @@ def attend(
             s = (softcap * 1.4426950408889634) * (1.0 - 2.0 / (tl.exp2(s * (2.0 / softcap)) + 1.0))
         if ALIBI:
             s += slopes[:, None] * (n[None, :] - positions[:, None]).to(tl.float32)
-        if EDGE or MIXED:
+        if GUARD:
             s = tl.where(alive[None, :], s, MASKED)
         if CAUSAL:
             s = tl.where(n[None, :] <= positions[:, None], s, MASKED)
@@ -267,41 +378,49 @@ def attend(
         fade = tl.exp2(m - top)
         l = l * fade + tl.sum(p, 1)
         m = top
-        if EDGE or MIXED:
-            v = tl.load(v_at, mask=alive[:, None] & lanes[None, :], other=0.0)
-        elif WIDTH != W:
-            v = tl.load(v_at, mask=lanes[None, :], other=0.0)
+        if GUARD:
+            v = tl.load(v_at, mask=alive[:, None] & (c < WORDS)[None, :], other=0)
+        elif WORDS != C:
+            v = tl.load(v_at, mask=(c < WORDS)[None, :], other=0)
         else:
             v = tl.load(v_at)
-        if KIND == INT4:
-            low, high = widen_nibbles(v, FAST)
-            p = (p * vt.to(tl.float32)[None, :]).to(tl.bfloat16)
-            acc0 = tl.dot(p, low, acc0 * fade[:, None])
-            acc1 = tl.dot(p, high, acc1 * fade[:, None])
-        elif KIND == FLOAT:
+        if KIND == FLOAT:
             acc0 = tl.dot(p.to(q0.dtype), v.to(q0.dtype), acc0 * fade[:, None], input_precision="ieee")
         else:
-            if SPAN:
-                tile = tl.max(vs, 0)
-                tile = tl.where(tile > 0, tl.maximum(tile, 1.0e-20), unit)
-                p = p * (tl.maximum(vs, 0.0) / tile)[None, :]
+            if KIND == INT4:
+                weights = (p * vt.to(tl.float32)[None, :]).to(tl.bfloat16)
             else:
-                tile = tl.where(vs > 0, tl.maximum(vs, 1.0e-20), unit)
-            fade = fade * (unit / tile)
-            unit = tile
-            acc0 = tl.dot(p.to(tl.float16), widen(v, KIND, tl.float16, FAST), acc0 * fade[:, None])
-        entry = ahead
+                if SPAN:
+                    tile = tl.max(vt, 0)
+                    tile = tl.where(tile > 0, tl.maximum(tile, 1.0e-20), unit)
+                    p = p * (tl.maximum(vt, 0.0) / tile)[None, :]
+                else:
+                    tile = tl.where(vt > 0, tl.maximum(vt, 1.0e-20), unit)
+                fade = fade * (unit / tile)
+                unit = tile
+                weights = p.to(tl.float16)
+            v0, v1, v2, v3 = split_words(v, KIND, STORED.is_fp8(), FAST)
+            acc0 = tl.dot(weights, v0, acc0 * fade[:, None])
+            acc1 = tl.dot(weights, v1, acc1 * fade[:, None])
+            acc2 = tl.dot(weights, v2, acc2 * fade[:, None])
+            acc3 = tl.dot(weights, v3, acc3 * fade[:, None])
         if CARRY:
-            n = n + BLOCK
-            alive = n < length
+            alive = n + BLOCK < length
             if MIXED:
-                alive = alive & ((entry & 7) == TAG)
-            k0, k1, vs = load_scales(entry, alive, n % U, at_scales, D, W, HK, KIND, SPAN)
-        if SPAN:
-            ahead = tl.load(row + tl.minimum((j + 2) * BLOCK + n0, end) // U)
-        else:
-            ahead = tl.load(row + tl.minimum((j + 2) * BLOCK, end) // U)
-    return m, l, acc0, acc1, unit
+                alive = alive & ((ahead & 7) == TAG)
+            k0, k1, vs = load_scales(ahead, alive, (n + BLOCK) % U, at_scales, D, W, HK, KIND, SPAN)
+            ahead = tl.load(row + entry_index(j + 2, n0, end, U, BLOCK))
+        entry = tl.load(row + entry_index(j + 1, n0, end, U, BLOCK))
+    return m, l, acc0, acc1, acc2, acc3, unit
+
+
+@triton.jit
+def entry_index(tile, n0, end, U: tl.constexpr, BLOCK: tl.constexpr):
+    """Column of the table for a tile, or for each of its rows where it spans units; never past token `end`."""
+    if U % BLOCK != 0:
+        return tl.minimum(tile * BLOCK + n0, end) // U
+    else:
+        return tl.minimum(tile * BLOCK, end) // U
 
 
 @triton.jit

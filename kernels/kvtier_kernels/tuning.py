@@ -48,6 +48,10 @@ class Stored(NamedTuple):
         """Columns of a tile: the head dim, or for int4 its half, padded to a power of two of at least 16."""
         return max(16, triton.next_power_of_2(head_dim // 2 if self.kind == INT4.value else head_dim))
 
+    def columns(self, head_dim: int) -> int:
+        """Columns of an accumulator: the head dim, or where there are four of them its quarter, padded likewise."""
+        return max(16, triton.next_power_of_2(head_dim if self.kind == FLOAT.value else head_dim // 4))
+
 
 def interpreting() -> bool:
     """Kernels run in Triton's interpreter, on the CPU."""
