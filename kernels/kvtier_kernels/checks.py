@@ -6,6 +6,7 @@ lengths and tables on the host and runs when asked to, or when they are there al
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -161,3 +162,24 @@ def output(
             f"{name} has strides {given.stride()}: " + ("want contiguous" if contiguous else "rows must be")
         )
     return given
+
+
+def ragged(
+    cu: torch.Tensor, batch: int, total: int, most: int, lengths: torch.Tensor, host_lengths: list[int] | None
+) -> None:
+    """Row offsets of a ragged batch; the values themselves only where lengths were looked at too."""
+    if cu.dtype != torch.int32 or cu.shape != (batch + 1,) or not cu.is_contiguous():
+        raise InvalidRequest(f"cu_q is {cu.dtype} {tuple(cu.shape)}: want contiguous int32 [{batch + 1}]")
+    if most < 0 or batch > 65535:
+        raise InvalidRequest(f"most_queries {most}, {batch} sequences: want at least 0, and at most 65,535")
+    if host_lengths is None:
+        return
+    offsets = [int(offset) for offset in cu.tolist()]
+    counts = [b - a for a, b in itertools.pairwise(offsets)]
+    if offsets[0] != 0 or offsets[-1] != total or min(counts, default=0) < 0:
+        raise InvalidRequest(f"cu_q {offsets[:8]}... does not ascend from 0 to {total} rows")
+    for sequence, (count, length) in enumerate(zip(counts, host_lengths, strict=True)):
+        if count > most:
+            raise InvalidRequest(f"sequence {sequence} has {count} rows, most_queries is {most}")
+        if count > length:
+            raise InvalidRequest(f"sequence {sequence} has {count} rows and a context, they included, of {length}")

@@ -20,14 +20,13 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def quantise_rows(x: torch.Tensor, dtype: str, over: tuple[int, ...]) -> Pair:
     """Codes and scales of `x` (float32) with one scale for all of the dims `over`, which stay with size 1.
 
-    A group of zeros has scale 1. int4 codes are 1 to 15, zero at 8, and their scales are rounded to bfloat16 first.
+    A group of zeros has scale 0. int4 codes are 1 to 15, zero at 8, and their scales are rounded to bfloat16 first.
     """
     top = {"float8_e4m3fn": 448.0, "int8": 127.0, "int4": 7.0}[dtype]
     scale = x.abs().amax(over, keepdim=True) / top
     if dtype == "int4":
         scale = scale.bfloat16().float()
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    y = (x / scale).clamp(-top, top)
+    y = torch.where(scale > 0, x / scale, torch.zeros_like(x)).clamp(-top, top)
     if dtype == "float8_e4m3fn":
         return y.to(torch.float8_e4m3fn), scale
     codes = y.round()

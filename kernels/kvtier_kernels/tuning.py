@@ -63,7 +63,7 @@ def stored(dtype: str, device: torch.device | None = None, capability: int | Non
     fast = not interpreting() or capability is not None
     match dtype:
         case "float8_e4m3fn":
-            native = fast and (capability or _capability(device)) >= 89
+            native = fast and (_capability(device) if capability is None else capability) >= 89
             return Stored(FLOAT8.value, tl.float8e4nv if native else tl.uint8, fast)
         case "int8":
             return Stored(INT8.value, tl.int8, fast)
