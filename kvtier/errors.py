@@ -13,6 +13,8 @@ class KvtierError(Exception):
     """Base of the family. `code` names the class on the wire and in metrics."""
 
     code: ClassVar[str] = "internal"
+    request_id: int = 0
+    """Of the request at fault, where one could be read."""
 
 
 class ConfigError(KvtierError):

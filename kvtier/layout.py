@@ -188,6 +188,11 @@ class LatentLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
 Layout = AttentionLayout | LatentLayout
 
 
+def probe_value(nonce: bytes, number: int) -> bytes:
+    """What is to stand at probe `number` of a layout."""
+    return hashlib.blake2b(nonce + bytes([number]), digest_size=8).digest()
+
+
 def _padded(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 

@@ -1,0 +1,183 @@
+"""Which pages there are, per tenant, as the tree that their prefixes form.
+
+A page here is published: sealed bytes under a key, in one or more tiers. Its parent is the page before it, and it is
+published too, or the page is the first of its namespace: so a lookup of a chain can stop at the first key it misses.
+A page with no frame left is forgotten at once, together with all that follow it, since nothing can reach those.
+Not here: frames and their states (`kvtier_daemon.slabs`), and what moves when (`kvtier_daemon.store`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvtier.keys import Namespace
+from kvtier_daemon.slabs import Frame, State
+
+
+class OpenNamespace:
+    """A namespace as this daemon knows it: `id` is what requests name it by, `seed` its digest."""
+
+    __slots__ = ("id", "pages", "seed", "spec", "tenant")
+
+    def __init__(self, namespace_id: int, tenant: Tenant, spec: Namespace) -> None:
+        self.id = namespace_id
+        self.tenant = tenant
+        self.spec = spec
+        self.seed = spec.digest()
+        self.pages = 0
+
+
+class Page:
+    """A run of tokens' KV. `frames` has an entry a tier: its replica there or None. `children` is None, one page or a
+    set, since most pages have one. `uses` counts commits and borrows."""
+
+    __slots__ = ("children", "frames", "gone", "key", "namespace", "number", "parent", "uses", "waiters")
+
+    def __init__(self, key: bytes, namespace: OpenNamespace, number: int, parent: Page | None, tiers: int) -> None:
+        self.key = key
+        self.namespace = namespace
+        self.number = number
+        self.parent = parent
+        self.children: Page | set[Page] | None = None
+        self.frames: list[Frame | None] = [None] * tiers
+        self.gone = False
+        self.uses = 1
+        self.waiters: list[object] | None = None
+
+    @property
+    def tokens(self) -> int:
+        span = self.namespace.spec.schedule.span(self.number)
+        return span.stop - span.start
+
+    @property
+    def nbytes(self) -> int:
+        spec = self.namespace.spec
+        return spec.page_bytes(spec.schedule.order(self.number))
+
+    def ready(self) -> Frame | None:
+        """Its replica in the fastest tier that has one."""
+        for frame in self.frames:
+            if frame is not None and frame.state is State.READY:
+                return frame
+        return None
+
+    def kids(self) -> Iterator[Page]:
+        children = self.children
+        if isinstance(children, Page):
+            yield children
+        elif children is not None:
+            yield from children
+
+
+class Tenant:
+    """One user of the daemon, with its own pages, slabs and limits (bytes by tier index)."""
+
+    __slots__ = ("guaranteed", "id", "limit", "name", "namespaces", "pages", "writing")
+
+    def __init__(self, tenant_id: int, name: str, guaranteed: dict[int, int], limit: dict[int, int]) -> None:
+        self.id = tenant_id
+        self.name = name
+        self.guaranteed = guaranteed
+        self.limit = limit
+        self.pages: dict[bytes, Page] = {}
+        self.namespaces: dict[bytes, OpenNamespace] = {}
+        self.writing: set[bytes] = set()
+        """Keys that a reservation will publish."""
+
+    def run(self, keys: list[bytes]) -> list[Page]:
+        """The longest leading run of `keys` that is published. Changes nothing."""
+        pages = self.pages
+        found = []
+        for key in keys:
+            page = pages.get(key)
+            if page is None:
+                break
+            found.append(page)
+        return found
+
+    def count(self, keys: list[bytes]) -> int:
+        """The length of that run."""
+        pages = self.pages
+        number = 0
+        for key in keys:
+            if key not in pages:
+                return number
+            number += 1
+        return number
+
+
+class Directory:
+    """All tenants and their trees of pages."""
+
+    def __init__(self, tiers: int) -> None:
+        self.tiers = tiers
+        self.tenants: dict[str, Tenant] = {}
+        self.namespaces: dict[int, OpenNamespace] = {}
+
+    def tenant(self, name: str, guaranteed: dict[int, int] | None = None, limit: dict[int, int] | None = None) -> Tenant:
+        """The tenant of that name, new with these limits if it was not known."""
+        tenant = self.tenants.get(name)
+        if tenant is None:
+            tenant = Tenant(len(self.tenants) + 1, name, guaranteed or {}, limit or {})
+            self.tenants[name] = tenant
+        return tenant
+
+    def open(self, tenant: Tenant, spec: Namespace) -> OpenNamespace:
+        """The tenant's namespace with these fields; opening it twice gives the same one."""
+        seed = spec.digest()
+        opened = tenant.namespaces.get(seed)
+        if opened is None:
+            opened = OpenNamespace(len(self.namespaces) + 1, tenant, spec)
+            tenant.namespaces[seed] = self.namespaces[opened.id] = opened
+        return opened
+
+    def publish(self, key: bytes, namespace: OpenNamespace, number: int, parent: Page | None) -> Page:
+        """A new page under `key`, which must be free."""
+        page = Page(key, namespace, number, parent, self.tiers)
+        namespace.tenant.pages[key] = page
+        namespace.pages += 1
+        if parent is not None:
+            children = parent.children
+            if children is None:
+                parent.children = page
+            elif isinstance(children, Page):
+                parent.children = {children, page}
+            else:
+                children.add(page)
+        return page
+
+    def unpublish(self, page: Page) -> list[Page]:
+        """Take `page` and all that follow it out of the tree; returns them, deepest first."""
+        parent = page.parent
+        if parent is not None and parent.children is not None:
+            if isinstance(parent.children, Page):
+                parent.children = None
+            else:
+                parent.children.discard(page)
+        order = [page]
+        for member in order:
+            order.extend(member.kids())
+        pages = page.namespace.tenant.pages
+        for member in order:
+            del pages[member.key]
+            member.namespace.pages -= 1
+            member.gone = True
+            member.children = None
+        order.reverse()
+        return order
+
+    def check(self) -> None:
+        """Assert what must always hold."""
+        for tenant in self.tenants.values():
+            for key, page in tenant.pages.items():
+                assert page.key == key and not page.gone
+                assert any(frame is not None for frame in page.frames), "a page with no frame is still published"
+                assert not (tenant.writing & {key}), "a published key is being written"
+                if page.parent is not None:
+                    assert not page.parent.gone and page in set(page.parent.kids())
+                    assert page.number == page.parent.number + 1
+                for index, frame in enumerate(page.frames):
+                    if frame is not None:
+                        assert frame.page is page and frame.tier.index == index
+                        resident = sum(kid.frames[index] is not None for kid in page.kids())
+                        assert frame.kids == resident, (frame.kids, resident)

@@ -1,0 +1,120 @@
+"""What movers are asked to do. A job is data: the store makes it, a mover's thread runs it, the store finishes it.
+
+A job in flight holds its frames at both ends (`copies` on the source, FILLING on the destination), whatever becomes of
+the page or the session meanwhile.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtier_daemon.directory import Page
+    from kvtier_daemon.operations import Operation
+    from kvtier_daemon.slabs import Frame, Slab, SlabClass
+    from kvtier_daemon.tiers import Tier
+
+
+class Priority(IntEnum):
+    """Who waits for a job: a borrow, a prefetch, nobody."""
+
+    BORROW = 0
+    PREFETCH = 1
+    WRITE = 2
+
+
+class Job:
+    """`error` says, once it was run, why it failed. `seconds` is how long it took."""
+
+    __slots__ = ("error", "priority", "seconds", "taken")
+
+    def __init__(self, priority: Priority) -> None:
+        self.priority = priority
+        self.error: Exception | None = None
+        self.seconds = 0.0
+        self.taken = False
+
+
+class Copy(Job):
+    """Bytes of `page` from frame `source` to frame `target`, of different tiers; in the `background` if nobody waits."""
+
+    __slots__ = ("background", "page", "source", "target")
+
+    def __init__(self, page: Page, source: Frame, target: Frame, priority: Priority) -> None:
+        super().__init__(priority)
+        self.page = page
+        self.source = source
+        self.target = target
+        self.background = False
+
+
+class Grow(Job):
+    """Make a slab of `nbytes` for `owner`; `backing` is the medium's handle of it."""
+
+    __slots__ = ("backing", "nbytes", "owner", "slab_id")
+
+    def __init__(self, owner: SlabClass, slab_id: int, nbytes: int) -> None:
+        super().__init__(Priority.PREFETCH if owner.free else Priority.BORROW)
+        self.owner = owner
+        self.slab_id = slab_id
+        self.nbytes = nbytes
+        self.backing: object = None
+
+
+class Shrink(Job):
+    """Give an empty slab that nobody maps back to the medium."""
+
+    __slots__ = ("slab", "tier")
+
+    def __init__(self, tier: Tier, slab: Slab) -> None:
+        super().__init__(Priority.WRITE)
+        self.tier = tier
+        self.slab = slab
+
+
+class Record(Job):
+    """Write in the index of a persistent tier that `target` now holds `page`, as copied from `source`."""
+
+    __slots__ = ("page", "source", "target")
+
+    def __init__(self, page: Page, source: Frame, target: Frame) -> None:
+        super().__init__(Priority.WRITE)
+        self.page = page
+        self.source = source
+        self.target = target
+
+
+class Erase(Job):
+    """Take `key` of the namespace `seed` of `tenant` out of the index, so that `frame` may be reused."""
+
+    __slots__ = ("frame", "key", "seed", "tenant")
+
+    def __init__(self, tenant: str, seed: bytes, key: bytes, frame: Frame) -> None:
+        super().__init__(Priority.WRITE)
+        self.tenant = tenant
+        self.seed = seed
+        self.key = key
+        self.frame = frame
+
+
+class Carve(Job):
+    """Write in the index how `slab` is carved now (it may have gone to another class)."""
+
+    __slots__ = ("slab",)
+
+    def __init__(self, slab: Slab) -> None:
+        super().__init__(Priority.WRITE)
+        self.slab = slab
+
+
+class Barrier(Job):
+    """Does nothing; finished when all index jobs posted before it, in every persistent tier, are durable."""
+
+    __slots__ = ("awaited", "done", "waiter")
+
+    def __init__(self, waiter: Operation | None = None) -> None:
+        super().__init__(Priority.WRITE)
+        self.waiter = waiter
+        self.done = False
+        self.awaited = 1

@@ -1,0 +1,322 @@
+"""Requests that may have to wait: for a copy, for a frame, for the index. Each ends by its deadline at the latest.
+
+An operation is tried at once (`advance`) and again whenever something that it waits for has changed; `expire` is its
+deadline, `cancel` the end of its session or its owner's change of mind. It answers exactly once, then is `done`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvtier.errors import Cancelled, KvtierError, OutOfPages
+from kvtier.sizes import format_size
+from kvtier.wire import BUSY, EXISTS, GRANTED, Body, Borrowed, Count, Pinned, Reserved, pack_handles
+from kvtier_daemon.directory import OpenNamespace, Page, Tenant
+from kvtier_daemon.jobs import Barrier, Priority
+from kvtier_daemon.sessions import Reservation, Session, Sessions, Slot
+from kvtier_daemon.slabs import Frame, SlabClass, State
+from kvtier_daemon.tiers import Tier
+
+Answer = Callable[[Body | KvtierError], None]
+
+
+class Operation:
+    """Base: answers once."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.done = False
+
+    def advance(self) -> None:
+        """Go as far as possible now."""
+        raise NotImplementedError
+
+    def expire(self) -> None:
+        """The deadline has come: answer with what there is."""
+        raise NotImplementedError
+
+    def cancel(self) -> None:
+        """Give everything back and answer `Cancelled`."""
+        self.finish(Cancelled("the request was taken back"))
+
+    def finish(self, result: Body | KvtierError) -> None:
+        if not self.done:
+            self.done = True
+            self.answer(result)
+
+
+class Borrowing(Operation):
+    """Lease the longest leading run of `pages` that can be had in `tier` (None: wherever workers can read it).
+
+    Every frame is pinned as soon as it is found or its copy is started, so that nothing that arrives is lost to
+    another borrow before the run is complete.
+    """
+
+    def __init__(
+        self, sessions: Sessions, session: Session, pages: list[Page], tier: Tier | None, answer: Answer
+    ) -> None:
+        super().__init__(answer)
+        self.sessions = sessions
+        self.store = sessions.store
+        self.session = session
+        self.pages = pages
+        self.tier = tier
+        self.held: list[tuple[Frame, int, int]] = []
+        """(frame, its generation, index of the tier that the page was found in)."""
+        self.arrived = 0
+        self.starved: SlabClass | None = None
+
+    def advance(self) -> None:
+        self.starved = None
+        store = self.store
+        while len(self.held) < len(self.pages):
+            page = self.pages[len(self.held)]
+            found = page.ready()
+            if page.gone or found is None:
+                self._cut(len(self.held))
+                break
+            tier = self.tier or self._where(page)
+            frame = store.fetch(page, tier, Priority.BORROW)
+            if frame is None:
+                if not page.gone:
+                    self.starved = store.class_of(tier, page.namespace.tenant, page.nbytes)
+                    wait_for(self, self.starved)
+                    break
+                continue
+            store.pin(frame)
+            self.held.append((frame, frame.generation, found.tier.index))
+            if frame.state is not State.READY:
+                if page.waiters is None:
+                    page.waiters = []
+                page.waiters.append(self)
+        self._count_arrived()
+        if self.arrived == len(self.pages):
+            self._grant()
+
+    def expire(self) -> None:
+        if self.done:
+            return
+        if not self.arrived and self.starved is not None and not self.held:
+            self.store.counters.out_of_pages += 1
+            self.finish(starvation(self.starved, len(self.pages)))
+            return
+        self._cut(self.arrived)
+        self._grant()
+
+    def cancel(self) -> None:
+        if not self.done:
+            self._cut(0)
+            super().cancel()
+
+    def result(self, frames: list[Frame]) -> Body:
+        lease = self.sessions.grant(self.session, frames)
+        return Borrowed(lease, pack_handles([frame.handle() for frame in frames]))
+
+    def _where(self, page: Page) -> Tier:
+        """The fastest tier that workers can read and that has the page or is getting it, else the slowest they can."""
+        mappable = [tier for tier in self.store.tiers if tier.mappable]
+        return next((tier for tier in mappable if page.frames[tier.index] is not None), mappable[-1])
+
+    def _count_arrived(self) -> None:
+        while self.arrived < len(self.held):
+            page, (frame, generation, _) = self.pages[self.arrived], self.held[self.arrived]
+            if frame.page is not page or frame.generation != generation:
+                self._cut(self.arrived)  # its copy failed
+            elif frame.state is State.READY:
+                self.arrived += 1
+            else:
+                return
+
+    def _cut(self, length: int) -> None:
+        """Ask for no more than the first `length` pages."""
+        for page, (frame, generation, _) in zip(self.pages[length:], self.held[length:], strict=False):
+            if frame.page is page and frame.generation == generation:
+                self.store.unpin(frame)
+        del self.pages[length:], self.held[length:]
+
+    def _grant(self) -> None:
+        counters = self.store.counters
+        for page, (_, _, origin) in zip(self.pages, self.held, strict=True):
+            counters.hits[origin] += 1
+            counters.hit_tokens[origin] += page.tokens
+        self.store.touch(self.pages)
+        self.finish(self.result([frame for frame, _, _ in self.held]))
+
+
+class Pinning(Borrowing):
+    """A borrow that outlives its session, for an operator."""
+
+    def result(self, frames: list[Frame]) -> Body:
+        pin = self.sessions.new_id()
+        self.sessions.pins[pin] = (self.session.tenant, frames)
+        return Pinned(pin, len(frames))
+
+
+class Migrating(Borrowing):
+    """Bring a run to `tier`; with `move`, leave its pages in no faster tier (where nobody holds them)."""
+
+    move = False
+
+    def result(self, frames: list[Frame]) -> Body:
+        pages = list(self.pages)
+        for frame in reversed(frames):
+            self.store.unpin(frame)
+        if self.move:
+            for page in reversed(pages):
+                for frame in page.frames[: frames[0].tier.index]:
+                    self.store.shed(frame)
+        return Count(len(pages))
+
+
+class Reserving(Operation):
+    """Frames for pages number `first` on: one a page that is neither published nor being written by anyone."""
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        session: Session,
+        namespace: OpenNamespace,
+        tier: Tier,
+        pages: list[tuple[int, bytes, bytes]],
+        answer: Answer,
+    ) -> None:
+        """`pages` are (number, key or b"", key of the page before or b"")."""
+        super().__init__(answer)
+        self.sessions = sessions
+        self.store = sessions.store
+        self.session = session
+        self.tier = tier
+        self.pages = pages
+        self.status = bytearray()
+        self.reservation = Reservation(sessions.new_id(), namespace)
+        self.starved: SlabClass | None = None
+
+    def advance(self) -> None:
+        self.starved = None
+        tenant, store = self.session.tenant, self.store
+        spec = self.reservation.namespace.spec
+        while len(self.status) < len(self.pages):
+            number, key, parent = self.pages[len(self.status)]
+            if key and key in tenant.pages:
+                self.status.append(EXISTS)
+                store.counters.exists += 1
+                continue
+            if key and key in tenant.writing:
+                self.status.append(BUSY)
+                store.counters.busy += 1
+                continue
+            owner = store.class_of(self.tier, tenant, spec.page_bytes(spec.schedule.order(number)))
+            frame = store.take(owner, State.RESERVED)
+            if frame is None:
+                self.starved = owner
+                wait_for(self, owner)
+                return
+            if key:
+                tenant.writing.add(key)
+            self.reservation.slots.append(Slot(frame, number, key, parent))
+            self.status.append(GRANTED)
+            store.counters.reserved += 1
+        self._grant()
+
+    def expire(self) -> None:
+        if self.done:
+            return
+        if self.starved is not None and not self.reservation.slots:
+            self.store.counters.out_of_pages += 1
+            self.finish(starvation(self.starved, len(self.pages)))
+            return
+        self._grant()
+
+    def cancel(self) -> None:
+        if not self.done:
+            self.sessions.abandon(self.session, self.reservation, self.reservation.slots)
+            super().cancel()
+
+    def _grant(self) -> None:
+        slots = self.reservation.slots
+        if slots:
+            self.session.reservations[self.reservation.id] = self.reservation
+        handles = pack_handles([slot.frame.handle() for slot in slots if slot.frame is not None])
+        self.finish(Reserved(self.reservation.id if slots else 0, bytes(self.status), handles))
+
+
+class Evicting(Operation):
+    """Wait until pages that were forgotten are out of every tier and index, but for frames that someone still holds."""
+
+    def __init__(self, sessions: Sessions, pages: list[Page], answer: Answer) -> None:
+        super().__init__(answer)
+        self.store = sessions.store
+        self.pages = pages
+        self.number = len(pages)
+        self.barrier: Barrier | None = None
+
+    def advance(self) -> None:
+        for page in self.pages:
+            stays = [
+                frame for tier, frame in zip(self.store.tiers, page.frames, strict=True) if frame and tier.persistent
+            ]
+            if stays:  # a copy to the disk is still under way
+                if page.waiters is None:
+                    page.waiters = []
+                page.waiters.append(self)
+                return
+        if self.barrier is None:
+            self.barrier = Barrier(self)
+            self.store.post(self.barrier)
+        elif self.barrier.done:
+            self.finish(Count(self.number))
+
+    def expire(self) -> None:
+        self.finish(Count(self.number))
+
+
+class Emptying(Operation):
+    """Wait until all slabs of a tier that were vacated are gone, or all that is unsaved is saved."""
+
+    def __init__(self, sessions: Sessions, tiers: list[Tier], answer: Answer, result: Callable[[], Body]) -> None:
+        super().__init__(answer)
+        self.store = sessions.store
+        self.tiers = tiers
+        self.result = result
+        self.store.watchers.append(self)
+
+    def advance(self) -> None:
+        busy = any(
+            tier.unsaved or tier.writing or any(slab.leaving for slab in tier.slabs.values()) for tier in self.tiers
+        )
+        if not busy:
+            self.finish(self.result())
+
+    def expire(self) -> None:
+        self.finish(self.result())
+
+
+def wait_for(operation: Operation, owner: SlabClass) -> None:
+    """Have `operation` woken when a frame of `owner` may be had."""
+    if operation not in owner.waiters:
+        owner.waiters.append(operation)
+
+
+def starvation(owner: SlabClass, pages: int) -> OutOfPages:
+    """Says with numbers why no frame came."""
+    tier = owner.tier
+    counts = {state.name.lower(): number for state, number in zip(State, owner.counts, strict=True) if number}
+    return OutOfPages(
+        f"none of {pages} pages of {format_size(owner.frame_bytes)} got a frame in tier {tier.name}: its frames are "
+        f"{counts or 'none'}, with {format_size(tier.allocated)} of {format_size(tier.capacity)} in slabs; release "
+        f"leases, give the tier more capacity, or wait longer"
+    )
+
+
+def forget_all(sessions: Sessions, tenant: Tenant, roots: list[Page], answer: Answer) -> Evicting:
+    """Forget `roots` and all that follow them; answers when no tier holds them any more."""
+    store = sessions.store
+    gone: list[Page] = []
+    for root in roots:
+        if not root.gone:
+            members = [root]
+            for member in members:
+                members.extend(member.kids())
+            gone.extend(members)
+            store.forget(root, "asked")
+    return Evicting(sessions, gone, answer)

@@ -1,0 +1,215 @@
+"""Frames, the slabs that hold them, and the slab classes that own the slabs.
+
+A slab is one contiguous region of a tier's medium, carved into frames of one size for one tenant (a slab class), as
+memcached's slabs are. A frame is a slot of a slab; with a page in it, it is that page's replica in the tier. Every
+frame is in exactly one `State`, and a class counts its frames by state, so that
+
+    free + reserved + filling + ready + draining + quarantined = all frames
+
+holds by construction. State changes go through `Frame.become`, `SlabClass.take` and `SlabClass.give` alone.
+Not here: who may have a slab and which frame leaves next to another class (`kvtier_daemon.tiers`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtier_daemon.directory import Page, Tenant
+    from kvtier_daemon.operations import Operation
+    from kvtier_daemon.tiers import Tier
+
+
+class State(IntEnum):
+    """Of a frame. RESERVED: a worker writes in it. FILLING: a copy into it is under way. DRAINING: leaving, until the
+    index has forgotten it. QUARANTINED: its dead writer's process may still write in it."""
+
+    FREE = 0
+    RESERVED = 1
+    FILLING = 2
+    READY = 3
+    DRAINING = 4
+    QUARANTINED = 5
+
+
+class Frame:
+    """A slot of a slab.
+
+    `pins` counts leases and the borrows that wait for it; `copies` the copies that read it; `kids` the page's child
+    pages that have a frame in the same tier. Only with all three at 0 may a READY frame be emptied.
+    """
+
+    __slots__ = ("checksum", "copies", "generation", "index", "kids", "page", "pins", "slab", "state", "touched")
+
+    def __init__(self, slab: Slab, index: int) -> None:
+        self.slab = slab
+        self.index = index
+        self.state = State.FREE
+        self.generation = 0
+        self.page: Page | None = None
+        self.pins = 0
+        self.copies = 0
+        self.kids = 0
+        self.touched = 0
+        self.checksum = 0
+
+    @property
+    def tier(self) -> Tier:
+        return self.slab.owner.tier
+
+    @property
+    def offset(self) -> int:
+        return self.index * self.slab.owner.frame_bytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.slab.owner.frame_bytes
+
+    def handle(self) -> tuple[int, int, int, int]:
+        """What `kvtier.wire.Handle` is made of."""
+        slab = self.slab
+        nbytes = slab.owner.frame_bytes
+        return (slab.id, self.generation, self.index * nbytes, nbytes)
+
+    def become(self, state: State) -> None:
+        counts = self.slab.owner.counts
+        counts[self.state] -= 1
+        counts[state] += 1
+        self.state = state
+
+
+class Slab:
+    """`backing` is the medium's own handle of the region. `holders` are the sessions that may have it mapped; `touched`
+    is when any of its frames last was. A `leaving` slab takes no new pages; empty, it goes to `heir`, or it is
+    `retired`: it waits for its holders and then goes back to the medium."""
+
+    __slots__ = ("backing", "busy", "frames", "heir", "holders", "id", "leaving", "nbytes", "owner", "retired", "touched")
+
+    def __init__(self, slab_id: int, owner: SlabClass, nbytes: int, backing: Any) -> None:
+        self.id = slab_id
+        self.owner = owner
+        self.nbytes = nbytes
+        self.backing = backing
+        self.frames: list[Frame] = []
+        self.busy = 0
+        self.touched = 0
+        self.leaving = False
+        self.retired = False
+        self.heir: SlabClass | None = None
+        self.holders: set[int] = set()
+
+    def vacatable(self) -> bool:
+        """Whether every frame could leave now."""
+        return not self.leaving and all(
+            frame.state is State.FREE or (frame.state is State.READY and not frame.pins and not frame.copies)
+            for frame in self.frames
+        )
+
+
+class SlabClass:
+    """All slabs of one (tier, tenant, frame size): the free frames, the recency order of the others, who waits.
+
+    `lru` holds READY frames without pins, oldest first. A frame found with kids at the old end is set aside (it is in
+    no list) until its last kid has left the tier; that is the leaf-only rule, and it keeps every tier prefix-closed.
+    """
+
+    __slots__ = ("counts", "frame_bytes", "free", "growing", "lru", "misses", "rate", "slabs", "taken", "tenant", "tier", "waiters")
+
+    def __init__(self, tier: Tier, tenant: Tenant, frame_bytes: int) -> None:
+        self.tier = tier
+        self.tenant = tenant
+        self.frame_bytes = frame_bytes
+        self.slabs: list[Slab] = []
+        self.free: list[Frame] = []
+        self.lru: OrderedDict[Frame, None] = OrderedDict()
+        self.waiters: deque[Operation] = deque()
+        self.counts = [0] * len(State)
+        self.growing = 0
+        self.taken = 0
+        self.misses = 0
+        self.rate = 0.0
+
+    def adopt(self, slab: Slab) -> None:
+        """Carve `slab` into free frames of this class."""
+        slab.owner = self
+        slab.leaving = False
+        slab.heir = None
+        slab.busy = 0
+        slab.frames = [Frame(slab, index) for index in range(slab.nbytes // self.frame_bytes)]
+        self.slabs.append(slab)
+        self.counts[State.FREE] += len(slab.frames)
+        self.free.extend(reversed(slab.frames))
+
+    def disown(self, slab: Slab) -> None:
+        """Let go of an empty slab."""
+        assert slab.busy == 0
+        self.slabs.remove(slab)
+        self.counts[State.FREE] -= len(slab.frames)
+        if not slab.leaving:
+            self.free = [frame for frame in self.free if frame.slab is not slab]
+
+    def vacate(self, slab: Slab) -> None:
+        """From now on, frames of `slab` that come free stay empty."""
+        slab.leaving = True
+        self.free = [frame for frame in self.free if frame.slab is not slab]
+
+    def take(self, state: State) -> Frame | None:
+        """A free frame, now in `state`; None if there is none."""
+        if not self.free:
+            return None
+        frame = self.free.pop()
+        frame.slab.busy += 1
+        frame.generation += 1
+        frame.become(state)
+        self.taken += 1
+        return frame
+
+    def give(self, frame: Frame) -> None:
+        """Make `frame`, which holds nothing any more, free."""
+        assert frame.page is None and not frame.pins and not frame.copies
+        frame.become(State.FREE)
+        frame.kids = 0
+        frame.slab.busy -= 1
+        if not frame.slab.leaving:
+            self.free.append(frame)
+
+    def victim(self) -> Frame | None:
+        """The least recently used frame that may leave, tails of chains before their heads."""
+        aside = []
+        found = None
+        for frame in self.lru:
+            if frame.copies:
+                continue
+            if frame.kids:
+                aside.append(frame)
+                continue
+            found = frame
+            break
+        for frame in aside:
+            del self.lru[frame]
+        return found
+
+    def low_water(self) -> int:
+        """How many free frames demand of the next quarter second is expected to take."""
+        total = sum(self.counts)
+        return max(1, min(int(self.rate * 0.25), total // 8))
+
+    def check(self) -> None:
+        """Assert what must always hold."""
+        frames = [frame for slab in self.slabs for frame in slab.frames]
+        for state in State:
+            assert self.counts[state] == sum(frame.state is state for frame in frames), state
+        assert all(frame.state is State.FREE and not frame.slab.leaving for frame in self.free)
+        assert len(set(self.free)) == len(self.free)
+        for frame in frames:
+            assert frame.pins >= 0 and frame.copies >= 0 and frame.kids >= 0
+            held = frame.state in (State.FILLING, State.READY)
+            assert held == (frame.page is not None) or frame.state is State.DRAINING, frame.state
+            if frame in self.lru:
+                assert frame.state is State.READY and not frame.pins and not frame.slab.leaving
+            elif frame.state is State.READY and not frame.pins and not frame.slab.leaving:
+                assert frame.kids or frame.copies, "a frame that could leave is in no list"
+        for slab in self.slabs:
+            assert slab.busy == sum(frame.state is not State.FREE for frame in slab.frames)

@@ -1,0 +1,615 @@
+"""The state of the daemon: which page is in which frame of which tier, and every change of that.
+
+One thread owns a `Store`. It decides and never does I/O: copies, slabs and index entries are jobs, handed to `submit`
+and brought back to `finish` when a mover has done them. So the whole of it runs, and is tested, with no thread at all.
+
+    commit ──► READY in a tier ──write-through──► unsaved ──pump──► Copy ──► Record ──► READY in the tier below
+    borrow ──► fetch ──► Copy from the fastest replica ──► READY, pinned by the borrow that waits
+    no frame free ──► grow a slab, else take the coldest slab of another class, else evict the coldest tail:
+        a page that another tier holds too is dropped at once; one that waits to be saved is saved first;
+        one that nothing will save is forgotten
+
+Who waits for what is in `kvtier_daemon.operations`; sessions and leases are in `kvtier_daemon.sessions`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from kvtier.errors import KvtierError
+from kvtier_daemon.counters import Counters
+from kvtier_daemon.directory import Directory, OpenNamespace, Page, Tenant
+from kvtier_daemon.jobs import Barrier, Carve, Copy, Erase, Grow, Job, Priority, Record, Shrink
+from kvtier_daemon.slabs import Frame, Slab, SlabClass, State
+from kvtier_daemon.tiers import Tier
+
+if TYPE_CHECKING:
+    from kvtier_daemon.operations import Operation
+
+GROW_RETRY = 5.0
+"""Seconds before a medium that refused a slab is asked again."""
+LOOK_EVERY = 16
+"""Evictions of a class between two looks at whether another class's slab is colder than all of its own."""
+
+
+class SourceLost(KvtierError):
+    """A copy failed because its source cannot be read or has the wrong bytes."""
+
+    code = "source_lost"
+
+
+class Store:
+    """Directory, tiers and the moves between them. `retire` is told of slabs that sessions should unmap; `publish` of
+    pages that came ("stored") or went ("removed")."""
+
+    def __init__(self, directory: Directory, tiers: list[Tier], submit: Callable[[Job], None]) -> None:
+        self.directory = directory
+        self.tiers = tiers
+        self.submit = submit
+        self.counters = Counters(len(tiers))
+        self.runnable: deque[Operation] = deque()
+        self.retire: Callable[[Slab], None] = lambda slab: None
+        self.publish: Callable[[str, Page], None] = lambda event, page: None
+        self.clock: Callable[[], float] = time.monotonic
+        self.tick = 0
+        self.next_slab = 1
+        self.jobs = 0
+        self.copying: dict[Frame, Copy] = {}
+        self.watchers: list[Operation] = []
+        """Operations that look again at every beat."""
+        self._rated = self.clock()
+
+    # Frames and who may have them
+
+    def class_of(self, tier: Tier, tenant: Tenant, nbytes: int) -> SlabClass:
+        return tier.slab_class(tenant, nbytes)
+
+    def take(self, owner: SlabClass, state: State) -> Frame | None:
+        """A frame of `owner` in `state`, or None: then one may come free later (`owner.waiters` are woken)."""
+        frame = owner.take(state)
+        if frame is None:
+            self._make_room(owner)
+            frame = owner.take(state)
+        if len(owner.free) < owner.low_water():
+            self._ahead(owner)
+        return frame
+
+    def give(self, frame: Frame) -> None:
+        """Free a frame that holds nothing any more."""
+        owner, slab = frame.slab.owner, frame.slab
+        owner.give(frame)
+        if slab.leaving and slab.busy == 0:
+            self._emptied(slab)
+        self.wake(owner)
+
+    def wake(self, owner: SlabClass) -> None:
+        """Let the operation that waits longest for a frame of `owner` try again."""
+        while owner.waiters:
+            operation = owner.waiters.popleft()
+            if not operation.done:
+                self.runnable.append(operation)
+                return
+
+    def pin(self, frame: Frame) -> None:
+        """Hold a READY or FILLING frame where it is."""
+        if not frame.pins:
+            frame.slab.owner.lru.pop(frame, None)
+        frame.pins += 1
+
+    def unpin(self, frame: Frame) -> None:
+        frame.pins -= 1
+        assert frame.pins >= 0
+        if not frame.pins and frame.state is State.READY:
+            self._settle(frame)
+            self.wake(frame.slab.owner)
+
+    def touch(self, run: list[Page]) -> None:
+        """`run`, a piece of one chain, was used just now: it becomes the most recent, its head more so than its tail."""
+        if not run:
+            return
+        self.tick = tick = self.tick + 1
+        ancestors = []
+        page = run[0].parent
+        while page is not None:
+            ancestors.append(page)
+            page = page.parent
+        for pages in (reversed(run), ancestors):
+            for page in pages:
+                for frame in page.frames:
+                    if frame is not None:
+                        frame.touched = frame.slab.touched = tick
+                        lru = frame.slab.owner.lru
+                        if frame in lru:
+                            lru.move_to_end(frame)
+        for page in run:
+            page.uses += 1
+            if page.uses == 2:
+                self._write_through(page)
+
+    # Pages and their replicas
+
+    def seal(
+        self, frame: Frame, key: bytes, namespace: OpenNamespace, number: int, parent: Page | None, *, pinned: bool
+    ) -> Page:
+        """Publish what a worker wrote in the RESERVED `frame` as page `key`; `pinned`, it stays where it is."""
+        page = self.directory.publish(key, namespace, number, parent)
+        frame.pins += pinned
+        self._place(page, frame)
+        frame.become(State.READY)
+        self.tick += 1
+        frame.touched = frame.slab.touched = self.tick
+        self.counters.commits += 1
+        self.counters.committed_tokens += page.tokens
+        self.publish("stored", page)
+        self._settle(frame)
+        self._write_through(page)
+        return page
+
+    def fetch(self, page: Page, tier: Tier, priority: Priority) -> Frame | None:
+        """The frame of `page` in `tier`: READY, or FILLING by a copy that this starts or hurries. None while no frame
+        can be had, and where no replica can be copied (`page.ready()` is None)."""
+        frame = page.frames[tier.index]
+        if frame is not None:
+            job = self.copying.get(frame)
+            if job is not None and job.priority > priority:
+                job.priority = priority
+                self.submit(job)
+            return frame
+        source = page.ready()
+        if source is None or page.gone:
+            return None
+        self.pin(source)  # or making room could drop the very source
+        try:
+            target = self.take(self.class_of(tier, page.namespace.tenant, page.nbytes), State.FILLING)
+        finally:
+            self.unpin(source)
+        if target is not None and page.gone:
+            self.give(target)
+            return None
+        if target is not None:
+            self._copy(page, source, target, priority)
+        return target
+
+    def forget(self, page: Page, reason: str) -> int:
+        """Unpublish `page` and all that follow it. Frames that someone holds or copies are freed later. How many."""
+        for index, frame in enumerate(page.frames):
+            if frame is not None:
+                self._kid_left(page, index)
+        members = self.directory.unpublish(page)
+        for member in members:
+            self._unqueue(member)
+            self.publish("removed", member)
+            for frame in member.frames:
+                if frame is not None and frame.state is State.READY and not frame.pins and not frame.copies:
+                    self._drop(frame)
+            self._wake_page(member)
+        self.counters.evictions[reason] = self.counters.evictions.get(reason, 0) + len(members)
+        return len(members)
+
+    def shed(self, frame: Frame | None) -> None:
+        """Drop a replica that nobody holds, if the page is held elsewhere too."""
+        if frame is None or frame.state is not State.READY or frame.pins or frame.copies or frame.page is None:
+            return
+        if self.replicas(frame.page) > 1:
+            self._drop(frame)
+            self._evicted("moved")
+
+    def replicas(self, page: Page) -> int:
+        """In how many tiers the page could be read now."""
+        return sum(frame is not None and frame.state is State.READY for frame in page.frames)
+
+    # Jobs
+
+    def finish(self, job: Job) -> None:
+        """Take note of a job that a mover has run, well or not."""
+        self.jobs -= 1
+        match job:
+            case Copy():
+                self._finish_copy(job)
+            case Record():
+                self._finish_record(job)
+            case Erase():
+                self._finish_erase(job)
+            case Grow():
+                self._finish_grow(job)
+            case Shrink():
+                if job.error is None:
+                    job.tier.account(job.slab.owner.tenant, -job.slab.nbytes)
+                    self.wake_all(job.tier)
+                else:
+                    job.tier.closed = True
+            case Barrier():
+                job.done = True
+                if job.waiter is not None:
+                    self.runnable.append(job.waiter)
+            case _:
+                pass
+
+    def run(self) -> None:
+        """Let everything go on that can: woken operations, then copies to the tiers below. Call after any change."""
+        while self.runnable:
+            operation = self.runnable.popleft()
+            if not operation.done:
+                operation.advance()
+        for tier in self.tiers:
+            if tier.unsaved:
+                self.pump(tier)
+        if self.runnable:
+            self.run()
+
+    def beat(self) -> None:
+        """Now and then (about 20 times a second while anything waits): measure demand, let waiters look again."""
+        now = self.clock()
+        elapsed, self._rated = max(1e-3, now - self._rated), now
+        for tier in self.tiers:
+            for owner in tier.classes.values():
+                owner.rate += (owner.taken / elapsed - owner.rate) * min(1.0, elapsed / 2)
+                owner.taken = 0
+                self.wake(owner)
+        self.watchers = [watcher for watcher in self.watchers if not watcher.done]
+        self.runnable.extend(self.watchers)
+
+    def wake_all(self, tier: Tier) -> None:
+        for owner in tier.classes.values():
+            self.wake(owner)
+
+    def pump(self, tier: Tier) -> None:
+        """Start copies of unsaved pages to `tier`, as many as its movers take at once."""
+        most = 2 * tier.config.queue_depth
+        while tier.unsaved and tier.writing < most:
+            page = next(iter(tier.unsaved))
+            source = page.ready()
+            if source is None or page.frames[tier.index] is not None:
+                self._unqueue(page, tier)
+                continue
+            target = self.take(self.class_of(tier, page.namespace.tenant, page.nbytes), State.FILLING)
+            if target is None:
+                return
+            self._unqueue(page, tier)
+            if page.gone or page.frames[tier.index] is not None:
+                self.give(target)
+                continue
+            tier.writing += 1
+            self._copy(page, source, target, Priority.WRITE).background = True
+
+    def save(self, page: Page, tier: Tier, *, first: bool = False) -> None:
+        """Queue a copy of `page` to `tier`, whatever admission and queue say; `first` before all others."""
+        if page not in tier.unsaved:
+            tier.unsaved[page] = None
+            tier.unsaved_bytes += page.nbytes
+        if first:
+            tier.unsaved.move_to_end(page, last=False)
+
+    def post(self, job: Job) -> None:
+        self.jobs += 1
+        self.submit(job)
+
+    # Slabs that change hands
+
+    def vacate(self, slab: Slab, heir: SlabClass | None = None) -> None:
+        """Empty `slab`: what another tier holds is dropped, the rest saved below first, leased frames when released."""
+        slab.owner.vacate(slab)
+        slab.heir = heir
+        if slab.busy == 0:
+            self._emptied(slab)
+            return
+        for frame in slab.frames:
+            slab.owner.lru.pop(frame, None)
+        for frame in slab.frames:  # giving the last of them back empties the slab
+            if frame.state is State.READY:
+                self._settle(frame)
+
+    def resize(self, tier: Tier, capacity: int) -> None:
+        """Give `tier` another capacity. Shrinking goes slab by slab, as they come empty."""
+        tier.capacity = capacity
+        tier.grow_after = 0.0
+        for slab in list(tier.excess()):
+            self.vacate(slab)
+        self.wake_all(tier)
+
+    def unheld(self, slab: Slab) -> None:
+        """No session maps `slab` any more."""
+        if slab.retired and not slab.holders:
+            self.post(Shrink(slab.owner.tier, slab))
+
+    def check(self) -> None:
+        """Assert every invariant of directory, tiers and slabs."""
+        self.directory.check()
+        for tier in self.tiers:
+            tier.check()
+
+    def _make_room(self, owner: SlabClass) -> None:
+        """Have a frame of `owner` come free, now or soon."""
+        tier = owner.tier
+        per_slab = max(1, tier.slab_bytes(owner.frame_bytes) // owner.frame_bytes)
+        if owner.growing and owner.growing * per_slab > len(owner.waiters):
+            return
+        nbytes = tier.may_grow(owner, self.clock())
+        if nbytes:
+            self._grow(owner, nbytes)
+        elif not owner.growing:
+            victim = owner.victim()
+            owner.misses += 1
+            if (victim is None or owner.misses % LOOK_EVERY == 0) and self._steal(owner):
+                return
+            if victim is not None:
+                self._evict(victim)
+
+    def _ahead(self, owner: SlabClass) -> None:
+        """Make room before it is needed, as far as that costs nobody anything."""
+        tier = owner.tier
+        if owner.growing:
+            return
+        nbytes = tier.may_grow(owner, self.clock())
+        if nbytes:
+            self._grow(owner, nbytes)
+        elif tier.persistent:
+            for _ in range(2 * owner.low_water() - len(owner.free) - owner.counts[State.DRAINING]):
+                victim = owner.victim()
+                if victim is None:
+                    break
+                self._evict(victim)
+
+    def _grow(self, owner: SlabClass, nbytes: int) -> None:
+        owner.growing += 1
+        owner.tier.account(owner.tenant, nbytes)
+        self.post(Grow(owner, self.next_slab, nbytes))
+        self.next_slab += 1
+
+    def _steal(self, owner: SlabClass) -> bool:
+        """Start to move a colder slab of another class to `owner`; whether one was found."""
+        if len(owner.tier.classes) < 2 or any(slab.heir is owner for slab in owner.tier.slabs.values()):
+            return False
+        slab = owner.tier.coldest_slab(owner)
+        if slab is None:
+            return False
+        self.counters.reassigned += 1
+        self.vacate(slab, owner)
+        return True
+
+    def _emptied(self, slab: Slab) -> None:
+        """What becomes of a leaving slab that is empty now."""
+        owner, heir = slab.owner, slab.heir
+        tier = owner.tier
+        owner.disown(slab)
+        if heir is not None and heir.tenant is owner.tenant and slab.nbytes >= heir.frame_bytes and not tier.closed:
+            heir.adopt(slab)
+            if tier.persistent:
+                self.post(Carve(slab))
+            for _ in slab.frames:
+                self.wake(heir)
+            return
+        del tier.slabs[slab.id]
+        slab.retired = True
+        if slab.holders:
+            self.retire(slab)
+        else:
+            self.post(Shrink(tier, slab))
+
+    def _evict(self, victim: Frame) -> None:
+        """Have `victim`'s page leave its tier: at once where that loses nothing, else saved below first if it is to be."""
+        page = victim.page
+        assert page is not None
+        below = victim.tier.below
+        if self.replicas(page) > 1:
+            self._drop(victim)
+            self._evicted("demoted" if below is not None else "evicted")
+        elif below is not None and page in below.unsaved:
+            self.save(page, below, first=True)
+            self.pump(below)
+        else:
+            self.forget(page, "evicted" if below is None else "unsaved")
+
+    def _evicted(self, reason: str) -> None:
+        self.counters.evictions[reason] = self.counters.evictions.get(reason, 0) + 1
+
+    def _settle(self, frame: Frame) -> None:
+        """Put a READY frame where it belongs: in the recency order, or out."""
+        page = frame.page
+        assert page is not None
+        if frame.pins:
+            return
+        if page.gone:
+            if not frame.copies:
+                self._drop(frame)
+        elif frame.slab.leaving:
+            if not frame.copies:
+                self._leave(frame)
+        else:
+            frame.slab.owner.lru[frame] = None
+
+    def _leave(self, frame: Frame) -> None:
+        """`frame` is in a slab that is to be emptied."""
+        page = frame.page
+        assert page is not None
+        below = frame.tier.below
+        if self.replicas(page) > 1:
+            self._drop(frame)
+            self._evicted("vacated")
+        elif below is not None and not below.closed and page.frames[below.index] is None:
+            self.save(page, below, first=True)
+        elif below is None or below.closed:
+            self.forget(page, "vacated")
+
+    def _place(self, page: Page, frame: Frame) -> None:
+        """`frame` is the replica of `page` in its tier from now on."""
+        index = frame.tier.index
+        frame.page = page
+        page.frames[index] = frame
+        frame.kids = sum(kid.frames[index] is not None for kid in page.kids())
+        if page.parent is not None and not page.gone:
+            above = page.parent.frames[index]
+            if above is not None:
+                above.kids += 1
+
+    def _unplace(self, frame: Frame) -> None:
+        """`frame` holds no page any more; its parent's frame may be a leaf now."""
+        page = frame.page
+        assert page is not None
+        index = frame.tier.index
+        frame.slab.owner.lru.pop(frame, None)
+        frame.page = None
+        frame.kids = 0
+        page.frames[index] = None
+        if not page.gone:
+            self._kid_left(page, index)
+
+    def _kid_left(self, page: Page, index: int) -> None:
+        """`page` is in tier `index` no more; the frame of its parent there may be a leaf now."""
+        above = page.parent.frames[index] if page.parent is not None else None
+        if above is None:
+            return
+        above.kids -= 1
+        lru = above.slab.owner.lru
+        if not above.kids and above.state is State.READY and not above.pins and not above.slab.leaving:
+            if above not in lru:
+                lru[above] = None
+                lru.move_to_end(above, last=False)
+
+    def _drop(self, frame: Frame) -> None:
+        """Take a replica that nobody holds out of its tier, and forget the page if it was the last."""
+        page = frame.page
+        assert page is not None and not frame.pins and not frame.copies
+        self._unplace(frame)
+        if frame.tier.persistent:
+            frame.become(State.DRAINING)
+            self.post(Erase(page.namespace.tenant.name, page.namespace.seed, page.key, frame))
+        else:
+            self.give(frame)
+        if not page.gone and not any(page.frames):
+            self.forget(page, "last")
+
+    def _copy(self, page: Page, source: Frame, target: Frame, priority: Priority) -> Copy:
+        self._place(page, target)
+        source.copies += 1
+        job = self.copying[target] = Copy(page, source, target, priority)
+        self.post(job)
+        return job
+
+    def _finish_copy(self, job: Copy) -> None:
+        page, source, target = job.page, job.source, job.target
+        del self.copying[target]
+        if job.background:
+            target.tier.writing -= 1
+        self.counters.moved(source.tier.index, target.tier.index, page.nbytes, job.seconds, failed=bool(job.error))
+        if job.error is None and target.tier.persistent and not page.gone:
+            self.post(Record(page, source, target))  # the source stays held until the copy is recorded
+            return
+        source.copies -= 1
+        if job.error is None and not target.tier.persistent:
+            self._arrived(target)
+        else:
+            self._discard(target)
+            if isinstance(job.error, SourceLost):
+                self.counters.lost += 1
+                if source.page is page and source.state is State.READY and not source.pins and not source.copies:
+                    self._drop(source)
+                elif not page.gone:
+                    self.forget(page, "lost")
+            elif source.slab.leaving and not page.gone:
+                self.forget(page, "vacated")
+        self._released(page, source)
+
+    def _released(self, page: Page, source: Frame) -> None:
+        """A copy of `page` reads `source` no more."""
+        if source.page is page and source.state is State.READY:
+            self._settle(source)
+        self.wake(source.slab.owner)
+        self._wake_page(page)
+
+    def _finish_record(self, job: Record) -> None:
+        job.source.copies -= 1
+        if job.error is None:
+            self._arrived(job.target)
+        else:
+            self._discard(job.target)
+            if job.source.slab.leaving and not job.page.gone:
+                self.forget(job.page, "vacated")
+        self._released(job.page, job.source)
+
+    def _arrived(self, frame: Frame) -> None:
+        """A copy is complete (and, in a persistent tier, recorded)."""
+        page = frame.page
+        assert page is not None
+        frame.become(State.READY)
+        frame.touched = max((other.touched for other in page.frames if other is not None), default=0)
+        frame.slab.touched = max(frame.slab.touched, frame.touched)
+        self._settle(frame)
+        if not page.gone:
+            self._write_through(page)
+
+    def _discard(self, target: Frame) -> None:
+        """A copy into `target` failed. Those who waited for it find the page without it."""
+        page = target.page
+        assert page is not None
+        self._unplace(target)
+        target.pins = 0
+        self.give(target)
+
+    def _finish_erase(self, job: Erase) -> None:
+        if job.error is None:
+            self.give(job.frame)
+        else:
+            job.frame.tier.closed = True  # the frame stays DRAINING: the index may still name it
+
+    def _finish_grow(self, job: Grow) -> None:
+        owner = job.owner
+        tier = owner.tier
+        owner.growing -= 1
+        if job.error is not None:
+            tier.account(owner.tenant, -job.nbytes)
+            tier.grow_after = self.clock() + GROW_RETRY
+            self.counters.grow_failures += 1
+        else:
+            slab = Slab(job.slab_id, owner, job.nbytes, job.backing)
+            tier.slabs[slab.id] = slab
+            owner.adopt(slab)
+            if tier.persistent:
+                self.post(Carve(slab))
+            if tier.closed or tier.allocated > tier.capacity:
+                self.vacate(slab)
+        for _ in range(len(owner.waiters)):
+            self.wake(owner)
+
+    def _write_through(self, page: Page) -> None:
+        """Queue copies of `page` to the tier below each that holds it, as admission and the queue's bound allow."""
+        for frame in page.frames:
+            if frame is None or frame.state is not State.READY:
+                continue
+            below = frame.tier.below
+            if below is None or below.closed or page.frames[below.index] is not None or page in below.unsaved:
+                continue
+            if below.config.admission == "second-use" and page.uses < 2:
+                continue
+            if not below.fits(page.namespace.tenant, page.nbytes):
+                continue
+            if below.unsaved_bytes + page.nbytes > below.config.write_queue:
+                self.counters.unsaved += 1
+                continue
+            self.save(page, below)
+
+    def _unqueue(self, page: Page, tier: Tier | None = None) -> None:
+        """`page` needs no copy to `tier` (none: to any) any more."""
+        for each in self.tiers if tier is None else (tier,):
+            if page in each.unsaved:
+                del each.unsaved[page]
+                each.unsaved_bytes -= page.nbytes
+
+    def _wake_page(self, page: Page) -> None:
+        if page.waiters:
+            self.runnable.extend(page.waiters)  # type: ignore[arg-type]
+            page.waiters = None
+
+
+def longest(pages: Iterable[Page], tier: Tier) -> int:
+    """How many leading `pages` are READY in `tier`."""
+    number = 0
+    for page in pages:
+        frame = page.frames[tier.index]
+        if frame is None or frame.state is not State.READY:
+            break
+        number += 1
+    return number

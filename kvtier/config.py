@@ -1,0 +1,216 @@
+"""The daemon's settings: TOML file, then environment, then flags, each over the one before.
+
+    [tiers.host]                      KVTIER__TIERS__HOST__CAPACITY=8GiB      --set tiers.host.capacity=8GiB
+    medium = "host"
+    capacity = "4GiB"
+
+Tiers stand in the file from the fastest to the slowest. With none: host memory (a quarter of what is free, at most
+8 GiB) and SSD (10 GiB under the user's cache directory). Every mistake is a `ConfigError` that names the file, the key
+and the remedy; an unknown key is refused with the nearest right name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from kvtier import paths
+from kvtier.errors import ConfigError
+from kvtier.layout import ALIGNMENT
+from kvtier.sizes import format_size, parse_size
+
+ENV_PREFIX = "KVTIER__"
+_MIB = 1 << 20
+
+
+class Size(int):
+    """A number of bytes; in TOML an integer or a text such as "4GiB"."""
+
+
+class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One tier.
+
+    `slab` is how much is taken from the medium at a time. `admission` says which pages a tier below the first gets a
+    copy of: each at once, or those used twice. `write_queue` bounds the bytes that wait to be written down to it; what
+    does not fit is not written, and counted. `path` and `queue_depth` (threads that read and write) are of "file".
+    """
+
+    medium: Literal["host", "file"]
+    capacity: Size
+    slab: Size = Size(64 * _MIB)
+    path: str = ""
+    queue_depth: int = 8
+    admission: Literal["always", "second-use"] = "always"
+    write_queue: Size = Size(1024 * _MIB)
+
+
+class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Who a tenant is, and by tier the bytes that it always can have and the most that it can."""
+
+    uids: list[int] = []
+    gids: list[int] = []
+    guaranteed: dict[str, Size] = {}
+    limit: dict[str, Size] = {}
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All settings of a daemon. `admins` may resize, drain and see all tenants, beside root and the daemon's user."""
+
+    runtime_dir: str = ""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    stop_timeout: float = 30.0
+    admins: list[int] = []
+    tiers: dict[str, TierConfig] = {}
+    tenants: dict[str, TenantConfig] = {}
+
+
+def load(
+    file: str | os.PathLike[str] | None = None,
+    environment: Mapping[str, str] | None = None,
+    flags: Sequence[str] = (),
+) -> Config:
+    """The settings of `file` (none: no file), `environment` (none: the process's) and `flags` ("key.path=value").
+
+    Raises ConfigError.
+    """
+    data: dict[str, Any] = {}
+    source = "the defaults"
+    if file is not None:
+        source = str(file)
+        data = _read(Path(file))
+    for name, value in (os.environ if environment is None else environment).items():
+        if name.startswith(ENV_PREFIX):
+            _put(data, name[len(ENV_PREFIX) :].lower().split("__"), value, f"environment variable {name}")
+            source += f", {name}"
+    for flag in flags:
+        key, equals, value = flag.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {flag}: write it as key.path=value, for example tiers.host.capacity=4GiB")
+        _put(data, key.strip().split("."), value.strip(), f"--set {flag}")
+        source += f", --set {key}"
+    return _checked(_convert(data, source), source)
+
+
+def default_tiers() -> dict[str, TierConfig]:
+    """What a daemon with no configured tiers has."""
+    quarter = available_memory() // 4 // (64 * _MIB) * (64 * _MIB)
+    return {
+        "host": TierConfig(medium="host", capacity=Size(max(64 * _MIB, min(quarter, 8 << 30)))),
+        "ssd": TierConfig(medium="file", capacity=Size(10 << 30), path=str(paths.state_dir())),
+    }
+
+
+def available_memory() -> int:
+    """Bytes that this process could still take: of the machine, or of its memory cgroup where that is less."""
+    with open("/proc/meminfo") as lines:
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    try:
+        group = Path("/proc/self/cgroup").read_text().rpartition("0::")[2].split("\n")[0].strip("/")
+        base = Path("/sys/fs/cgroup") / group
+        limit, used = (base / "memory.max").read_text().strip(), int((base / "memory.current").read_text())
+        if limit != "max":
+            free = min(free, max(0, int(limit) - used))
+    except (OSError, ValueError):
+        pass
+    return free
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as handle:
+            return tomllib.load(handle)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; give the right path with --config") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+
+
+def _put(data: dict[str, Any], keys: list[str], text: str, source: str) -> None:
+    """Set one setting given as text: a TOML value where it reads as one, else a string."""
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    for key in keys[:-1]:
+        data = data.setdefault(key, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"{source}: {key} is a setting, not a section")
+    data[keys[-1]] = value
+
+
+def _convert(data: dict[str, Any], source: str) -> Config:
+    _check_keys(data, Config, source, "")
+    sections: dict[str, type[msgspec.Struct]] = {"tiers": TierConfig, "tenants": TenantConfig}
+    for section, kind in sections.items():
+        entries = data.get(section, {})
+        if not isinstance(entries, dict):
+            raise ConfigError(f"{source}: {section} must be sections such as [{section}.name]")
+        for name, entry in entries.items():
+            if isinstance(entry, dict):
+                _check_keys(entry, kind, source, f"{section}.{name}.")
+    try:
+        return msgspec.convert(data, Config, dec_hook=_size)
+    except msgspec.ValidationError as error:
+        reason, _, where = str(error).partition(" - at `$.")
+        raise ConfigError(f"{source}: {where.rstrip('`') or 'settings'}: {reason}") from error
+
+
+def _size(kind: type, value: Any) -> Any:
+    if kind is Size:
+        return Size(parse_size(value))
+    raise NotImplementedError(kind)
+
+
+def _check_keys(data: dict[str, Any], kind: type[msgspec.Struct], source: str, prefix: str) -> None:
+    known = kind.__struct_fields__
+    for key in data:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"there are: {', '.join(known)}"
+            raise ConfigError(f"{source}: {prefix}{key} is no setting; {hint}")
+
+
+def _checked(config: Config, source: str) -> Config:
+    """`config` with its defaults filled in, its parts checked against each other."""
+    tiers = config.tiers or default_tiers()
+    config = msgspec.structs.replace(
+        config, tiers=tiers, runtime_dir=config.runtime_dir or str(paths.user_dir())
+    )
+    if next(iter(tiers.values())).medium == "file":
+        raise ConfigError(f"{source}: tiers: a file tier cannot stand first, since workers cannot map it; add host before")
+    for name, tier in tiers.items():
+        where = f"{source}: tiers.{name}"
+        if name == "any":
+            raise ConfigError(f'{where}: "any" means every tier in requests; choose another name')
+        if tier.medium == "file" and not tier.path:
+            raise ConfigError(f'{where}.path is missing: a file tier needs a directory, path = "/var/lib/kvtier"')
+        if tier.slab < ALIGNMENT or tier.slab % ALIGNMENT:
+            raise ConfigError(f"{where}.slab is {tier.slab}: it must be a positive multiple of {ALIGNMENT}")
+        if tier.capacity < tier.slab:
+            raise ConfigError(
+                f"{where}.capacity {format_size(tier.capacity)} holds no slab of {format_size(tier.slab)}: raise it, or "
+                f"lower tiers.{name}.slab"
+            )
+        if not 1 <= tier.queue_depth <= 256:
+            raise ConfigError(f"{where}.queue_depth is {tier.queue_depth}: it must be from 1 to 256")
+    places = [tier.path for tier in tiers.values() if tier.medium == "file"]
+    if len(set(map(os.path.realpath, places))) < len(places):
+        raise ConfigError(f"{source}: tiers: two file tiers share a path; give each its own")
+    for name, tenant in config.tenants.items():
+        for tier_name in (*tenant.guaranteed, *tenant.limit):
+            if tier_name not in tiers:
+                raise ConfigError(f"{source}: tenants.{name}: no tier {tier_name!r}; there are: {', '.join(tiers)}")
+    for tier_name, tier in tiers.items():
+        promised = sum(tenant.guaranteed.get(tier_name, 0) for tenant in config.tenants.values())
+        if promised > tier.capacity:
+            raise ConfigError(
+                f"{source}: tenants are guaranteed {format_size(promised)} of tiers.{tier_name}, which holds "
+                f"{format_size(tier.capacity)}: lower guarantees or raise its capacity"
+            )
+    return config

@@ -1,0 +1,95 @@
+"""Memory that two processes share: memfds, which have no name and so cannot outlive their users.
+
+A memfd that anyone may have mapped is never truncated: its readers would die by SIGBUS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+
+from kvtier.errors import SlabError
+
+
+def create_memfd(name: str, nbytes: int) -> int:
+    """A descriptor of `nbytes` of memory that is really there, mode 0600. Blocks while the kernel finds the pages.
+
+    Raises SlabError, with nothing left behind, where memory or a limit does not allow it.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, nbytes)
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        os.close(fd)
+        raise SlabError(
+            f"no memory for a slab of {nbytes} bytes ({error.strerror}): lower the tier's capacity or free memory"
+        ) from error
+    return fd
+
+
+def read_only(fd: int) -> int:
+    """Another descriptor of the same memory, which cannot be mapped for writing."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+class Mapping:
+    """One mapping of a memfd into this process. Safe to keep views of: it is unmapped only when none is left."""
+
+    __slots__ = ("_mmap", "address", "nbytes", "view")
+
+    def __init__(self, fd: int, nbytes: int, *, writable: bool, populate: bool = False) -> None:
+        """Maps `fd` shared; with `populate`, page tables are filled now instead of at first touch."""
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+        prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        try:
+            self._mmap = mmap.mmap(fd, nbytes, flags, prot)
+        except OSError as error:
+            raise SlabError(f"cannot map a slab of {nbytes} bytes: {error.strerror}") from error
+        self.nbytes = nbytes
+        self.view = memoryview(self._mmap)
+        self.address = _address(self.view)
+        with contextlib.suppress(OSError, AttributeError):
+            self._mmap.madvise(mmap.MADV_DONTDUMP)
+            self._mmap.madvise(mmap.MADV_HUGEPAGE)
+
+    def close(self) -> bool:
+        """Unmap; False, with the mapping still good, while anyone holds a view of it."""
+        try:
+            self.view.release()
+            self._mmap.close()
+        except BufferError:
+            if not self._mmap.closed:
+                self.view = memoryview(self._mmap)
+            return False
+        return True
+
+
+class _Buffer(ctypes.Structure):
+    """CPython's Py_buffer, whose layout is part of the stable ABI since 3.11."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.py_object),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+def _address(view: memoryview) -> int:
+    buffer = _Buffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
+    try:
+        return buffer.buf or 0
+    finally:
+        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))

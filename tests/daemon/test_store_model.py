@@ -1,0 +1,225 @@
+"""Random histories of the store, against a dictionary: every key maps to the bytes committed under it, or to nothing."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvtier.errors import KvtierError
+from kvtier.wire import Borrowed, Reserved
+from kvtier_daemon.jobs import Carve, Copy, Erase, Grow, Record
+from kvtier_daemon.operations import Borrowing, Operation, Reserving, forget_all
+from kvtier_daemon.sessions import Session
+from kvtier_daemon.slabs import Frame, State
+from kvtier_daemon.store import SourceLost
+from tests.daemon.world import World
+
+CHAINS = 4
+PAGES = 34  # two of them of the second order
+
+
+class StoreMachine(RuleBasedStateMachine):
+    units = (24, 32, 48)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(*self.units)
+        self.members: list[Session] = [self.world.session(name) for name in ("a", "a", "b")]
+        self.spaces = [self.world.namespace(member) for member in self.members]
+        self.chains = [self.world.keys(self.spaces[0], PAGES, branch) for branch in range(CHAINS)]
+        self.open: list[tuple[Session, Reserving]] = []
+        self.waiting: list[tuple[Operation, list[object]]] = []
+        self.leases: dict[int, tuple[Session, list[tuple[Frame, object]]]] = {}
+        self.dead: list[int] = []
+
+    def _note(self, session: Session, operation: Operation, answers: list[object]) -> None:
+        if not operation.done:
+            self.waiting.append((operation, answers))
+            session.operations[b"", id(operation)] = operation
+        else:
+            self._answered(session, operation, answers)
+
+    def _answered(self, session: Session, operation: Operation, answers: list[object]) -> None:
+        assert len(answers) == 1, "every request gets exactly one answer"
+        answer = answers[0]
+        if isinstance(operation, Reserving) and isinstance(answer, Reserved) and answer.reservation:
+            self.open.append((session, operation))
+        if isinstance(operation, Borrowing) and isinstance(answer, Borrowed) and answer.lease:
+            frames = session.leases[answer.lease]
+            for frame, page in zip(frames, operation.pages, strict=True):
+                assert self.world.read(frame) == page.key, "a borrow was given the wrong bytes"
+            self.leases[answer.lease] = (session, [(frame, self.world.read(frame)) for frame in frames])
+
+    def _poll(self) -> None:
+        still = []
+        for operation, answers in self.waiting:
+            if operation.done:
+                self._answered(operation.session, operation, answers)  # type: ignore[attr-defined]
+            else:
+                still.append((operation, answers))
+        self.waiting = still
+
+    @rule(who=st.integers(0, 2), branch=st.integers(0, CHAINS - 1), start=st.integers(0, PAGES - 1), n=st.integers(1, 12), tier=st.integers(0, 1))
+    def reserve(self, who: int, branch: int, start: int, n: int, tier: int) -> None:
+        session, space = self.members[who], self.spaces[who]
+        keys = self.chains[branch]
+        start = min(start, session.tenant.count(keys))
+        parents = [space.seed, *keys]
+        answers: list[object] = []
+        pages = [(at, keys[at], parents[at]) for at in range(start, min(start + n, PAGES))]
+        operation = Reserving(self.world.sessions, session, space, self.world.tiers[tier], pages, answers.append)
+        operation.advance()
+        self.world.store.run()
+        self._note(session, operation, answers)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), pinned=st.booleans(), abort=st.booleans())
+    def commit(self, data: st.DataObject, pinned: bool, abort: bool) -> None:
+        session, operation = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
+        if abort:
+            self.world.sessions.abandon(session, operation.reservation, operation.reservation.slots)
+            self.world.store.run()
+            return
+        pages = self.world.commit(session, operation, pinned=pinned)
+        frames = [frame for page in pages for frame in page.frames if frame is not None and frame.pins]
+        if pinned and frames:
+            lease = self.world.sessions.grant(session, frames)
+            self.leases[lease] = (session, [(frame, self.world.read(frame)) for frame in frames])
+
+    @rule(who=st.integers(0, 2), branch=st.integers(0, CHAINS - 1), n=st.integers(1, PAGES), tier=st.sampled_from([0, 1, None]))
+    def borrow(self, who: int, branch: int, n: int, tier: int | None) -> None:
+        session = self.members[who]
+        operation, answers = self.world.borrow(session, self.chains[branch][:n], tier)
+        self._note(session, operation, answers)  # type: ignore[arg-type]
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from(sorted(self.leases)))
+        session, _ = self.leases.pop(lease)
+        self.world.sessions.release(session, lease)
+        self.world.store.run()
+        with pytest.raises(KvtierError):
+            self.world.sessions.release(session, lease)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), cancel=st.booleans())
+    def deadline(self, data: st.DataObject, cancel: bool) -> None:
+        operation, _ = self.waiting[data.draw(st.integers(0, len(self.waiting) - 1))]
+        operation.cancel() if cancel else operation.expire()
+        self.world.store.run()
+
+    @precondition(lambda self: self.world.jobs)
+    @rule(data=st.data(), failing=st.integers(0, 9))
+    def work(self, data: st.DataObject, failing: int) -> None:
+        jobs = self.world.ready_jobs()
+        job = jobs[data.draw(st.integers(0, len(jobs) - 1))]
+        error: Exception | None = None
+        if failing == 0 and isinstance(job, (Copy, Record, Grow)):
+            error = OSError(5, "injected")
+        if failing == 1 and isinstance(job, Copy) and job.source.tier.persistent:
+            error = SourceLost("injected")
+        self.world.do(job, error)
+
+    @rule()
+    def work_hard(self) -> None:
+        self.world.settle()
+
+    @rule(who=st.integers(0, 2), branch=st.integers(0, CHAINS - 1), at=st.integers(0, PAGES - 1))
+    def evict(self, who: int, branch: int, at: int) -> None:
+        session = self.members[who]
+        page = session.tenant.pages.get(self.chains[branch][at])
+        if page is not None:
+            answers: list[object] = []
+            operation = forget_all(self.world.sessions, session.tenant, [page], answers.append)
+            operation.advance()
+            self.world.store.run()
+            self.world.settle()
+            assert operation.done
+            assert session.tenant.count(self.chains[branch]) <= at
+            for tier in self.world.tiers:
+                if tier.persistent and session.tenant.name == "a":
+                    for key in self.chains[branch][at:]:
+                        assert key not in self.world.index or key in self.members[2].tenant.pages
+
+    @rule(tier=st.integers(0, 2), units=st.integers(4, 48))
+    def resize(self, tier: int, units: int) -> None:
+        self.world.store.resize(self.world.tiers[tier], units * 4096)
+        self.world.store.run()
+
+    @rule(who=st.integers(0, 2), clean=st.booleans(), alive=st.booleans())
+    def death(self, who: int, clean: bool, alive: bool) -> None:
+        session = self.members[who]
+        self.world.sessions.end(session, clean=clean, alive=alive)
+        self.world.store.run()
+        self._poll()
+        self.dead.append(session.id)
+        self.open = [(owner, operation) for owner, operation in self.open if owner is not session]
+        self.leases = {lease: entry for lease, entry in self.leases.items() if entry[0] is not session}
+        self.members[who] = self.world.session(session.tenant.name)
+
+    @rule()
+    def bury(self) -> None:
+        for session in self.dead:
+            self.world.sessions.buried(session)
+        self.dead = []
+        self.world.store.run()
+
+    @rule()
+    def beat(self) -> None:
+        self.world.now += 10
+        self.world.store.beat()
+        self.world.store.run()
+
+    @invariant()
+    def holds(self) -> None:
+        self._poll()
+        world = self.world
+        world.store.check()
+        for tier in world.tiers:
+            total = sum(slab.nbytes // slab.owner.frame_bytes for slab in tier.slabs.values())
+            assert sum(sum(owner.counts) for owner in tier.classes.values()) == total
+        for _, frames in self.leases.values():
+            for frame, value in frames:
+                assert frame.state is State.READY and frame.pins, "a leased frame was let go"
+                assert world.read(frame) == value, "a leased frame was overwritten"
+        for tenant in world.directory.tenants.values():
+            for key, page in tenant.pages.items():
+                for frame in page.frames:
+                    if frame is not None and frame.state is State.READY:
+                        assert world.read(frame) == key, "a page holds another's bytes"
+
+    def teardown(self) -> None:
+        """Whatever happened: let go of everything, and everything can be evicted."""
+        self._poll()
+        for operation, _ in self.waiting:
+            operation.cancel()
+        for member in self.members:
+            self.world.sessions.end(member, clean=True, alive=True)
+        for session in self.dead:
+            self.world.sessions.buried(session)
+        self.world.settle()
+        for tenant in self.world.directory.tenants.values():
+            roots = [page for page in tenant.pages.values() if page.parent is None]
+            forget_all(self.world.sessions, tenant, roots, lambda _: None).advance()
+        self.world.settle()
+        for tier in self.world.tiers:
+            for owner in tier.classes.values():
+                assert sum(owner.counts) == owner.counts[State.FREE], "a frame leaked"
+        assert not self.world.index
+        self.world.store.check()
+
+
+class SmallStoreMachine(StoreMachine):
+    """So tight that every reservation evicts."""
+
+    units = (8, 8, 12)
+
+
+TestStore = StoreMachine.TestCase
+TestStore.settings = settings(max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck))
+TestSmallStore = SmallStoreMachine.TestCase
+TestSmallStore.settings = settings(max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck))
+_ = (Carve, Erase)
