@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kvtier.errors import InvalidRequest, LayoutError
 from kvtier.layout import AttentionLayout, LatentLayout
-from kvtier_kernels import checks, codec
+from kvtier_kernels import checks, codec, tuning
 from kvtier_kernels.addressing import TORCH_DTYPES
 from kvtier_kernels.quantise import codec_of, element_bytes
 from kvtier_kernels.tiles import FLOAT
@@ -232,7 +232,7 @@ def latent_shape(layout: LatentLayout) -> dict[str, Any]:
         "R": layout.rope,
         "RP": triton.next_power_of_2(layout.rope),
         "U": layout.unit_tokens,
-        "STORED": getattr(tl, {"float32": "float32", "float16": "float16"}.get(layout.dtype, "bfloat16")),
+        "STORED": tuning.FLOATS[layout.dtype],
     }
 
 

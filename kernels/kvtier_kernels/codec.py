@@ -150,7 +150,7 @@ def write_codes(
         tl.store(rows, low.to(STORED), mask=mask)
         tl.store(rows + D // 2, high.to(STORED), mask=mask)
     else:
-        top: tl.constexpr = largest(KIND)
+        top = largest(KIND)
         x = tl.minimum(tl.maximum(ratio(low, a + tl.zeros_like(low)), -top), top)
         y = tl.minimum(tl.maximum(ratio(high, b + tl.zeros_like(high)), -top), top)
         if KIND == INT4:

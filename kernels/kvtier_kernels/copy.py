@@ -75,7 +75,7 @@ def blocks_kernel(
             tl.store(their_rows, tl.load(our_rows, mask=mask), mask=mask)
         else:
             # The engine has one scale a head for all its blocks: codes of a unit are re-coded from the unit's to it.
-            top: tl.constexpr = codec.largest(KIND)
+            top = codec.largest(KIND)
             y = codec.ratio(
                 widen(tl.load(our_rows, mask=mask, other=0), KIND, tl.float32, False) * tl.load(kept), scale
             )

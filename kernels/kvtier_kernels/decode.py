@@ -27,6 +27,8 @@ from kvtier_kernels.tiles import FLOAT, MASKED, attend, load_queries, piece_dim,
 
 LOG2E = 1.4426950408889634
 MOST_ROWS = 64
+SHARED = ("T", "G", "HK", "D", "C", "U", "BLOCK", "ROWS", "BLOCKS", "BATCH", "KIND")
+"""Constants that `combine_kernel` must have as `decode_kernel` had them."""
 _PLAIN = ["layer", "layers", "batch", "width", "window"]
 
 
@@ -272,7 +274,7 @@ def _launch(
     )  # fmt: skip
     if programs == 1:
         return
-    shared = {name: form[name] for name in ("T", "G", "HK", "D", "C", "U", "BLOCK", "ROWS", "BLOCKS", "BATCH", "KIND")}
+    shared = {name: form[name] for name in SHARED}
     combine_kernel[(programs - 1, min(form["ROWS"], tokens * form["G"]))](
         lengths, sinks, out, lse, parts, part_lse, window_arg, batch, width, programs, *out.stride()[:3], **shared,
         WINDOW=bool(window), SINK=sinks is not None, CHUNK=16, num_warps=4,
@@ -280,7 +282,7 @@ def _launch(
 
 
 def shape(
-    layout: AttentionLayout, tokens: int, group: int, batch: int, choice: tuning.Choice, device: torch.device
+    layout: AttentionLayout, tokens: int, group: int, batch: int, choice: tuning.Choice, device: tuning.Device
 ) -> dict[str, Any]:
     """The constants that a variant of the kernel is compiled for."""
     stored = tuning.stored(layout.dtype, device)

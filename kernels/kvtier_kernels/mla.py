@@ -179,5 +179,5 @@ def shape(layout: LatentLayout, tokens: int, heads: int, batch: int, choice: tun
         "ROWS": choice.rows,
         "BLOCKS": triton.cdiv(tokens * heads, choice.rows),
         "BATCH": max(2, triton.next_power_of_2(batch)),
-        "STORED": tuning.stored(layout.dtype).element,
+        "STORED": tuning.FLOATS[layout.dtype],
     }

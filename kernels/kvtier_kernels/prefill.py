@@ -164,7 +164,7 @@ def _launch(
     slopes: torch.Tensor | None,
     mixed: bool,
 ) -> None:
-    choice = tuning.prefill(layout, q.shape[1] // layout.kv_heads)
+    choice = tuning.prefill(layout, q.shape[1] // layout.kv_heads, q.device)
     form = shape(layout, q.shape[1] // layout.kv_heads, choice, q.device)
     grid = (triton.cdiv(most_queries, form["ROWS"] // form["G"]), layout.kv_heads, len(lengths))
     prefill_kernel[grid](
@@ -175,7 +175,7 @@ def _launch(
     )  # fmt: skip
 
 
-def shape(layout: AttentionLayout, group: int, choice: tuning.Choice, device: torch.device | None) -> dict[str, Any]:
+def shape(layout: AttentionLayout, group: int, choice: tuning.Choice, device: tuning.Device) -> dict[str, Any]:
     """The constants that a variant of the kernel is compiled for."""
     stored = tuning.stored(layout.dtype, device)
     return {

@@ -79,7 +79,7 @@ def convert(
 
     Raises InvalidRequest or LayoutError before the launch.
     """
-    form = shape(source, target, sources.device)
+    form = shape(source, target)
     for name, units in (("sources", sources), ("targets", targets)):
         if units.dtype != torch.int64 or units.shape != (len(sources),) or not units.is_contiguous():
             raise InvalidRequest(
@@ -128,7 +128,7 @@ def dequantise(
     return wide
 
 
-def shape(source: AttentionLayout, target: AttentionLayout, device: torch.device | None) -> dict[str, object]:
+def shape(source: AttentionLayout, target: AttentionLayout) -> dict[str, object]:
     """The constants that a variant of the kernel is compiled for."""
     checks.layouts((source,), 0)
     same = [(x.layers, x.kv_heads, x.head_dim, x.unit_tokens) for x in (source, target)]
@@ -151,8 +151,7 @@ def shape(source: AttentionLayout, target: AttentionLayout, device: torch.device
 
 def codec_of(layout: AttentionLayout) -> tuning.Stored:
     """How the codec reads and writes a dtype: float8 as bytes, on every device."""
-    found = tuning.stored(layout.dtype, None, capability=0)
-    return found._replace(fast=False)
+    return tuning.stored(layout.dtype, 0)._replace(fast=False)
 
 
 def element_bytes(layout: AttentionLayout) -> int:

@@ -7,9 +7,11 @@ depend on lengths, so a launch that was compiled once is never compiled again fo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,9 @@ import triton.language as tl
 from kvtier.errors import ConfigError
 from kvtier.layout import AttentionLayout, LatentLayout
 from kvtier_kernels.tiles import FLOAT, FLOAT8, INT4, INT8
+
+Device = torch.device | int | None
+"""Where a kernel will run: a device, or the compute capability (90 for 9.0) of one that is not there."""
 
 
 class Choice(NamedTuple):
@@ -58,62 +63,61 @@ def interpreting() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def stored(dtype: str, device: torch.device | None = None, capability: int | None = None) -> Stored:
-    """How units of `dtype` are read on `device`, or on a GPU of compute `capability` (90 for 9.0)."""
-    fast = not interpreting() or capability is not None
+def stored(dtype: str, device: Device = None) -> Stored:
+    """How units of `dtype` are read on `device`. float8 is read as bytes where the device has no conversion of it."""
+    fast = isinstance(device, int) or not interpreting()
     match dtype:
         case "float8_e4m3fn":
-            native = fast and (_capability(device) if capability is None else capability) >= 89
+            native = fast and capability(device) >= 89
             return Stored(FLOAT8.value, tl.float8e4nv if native else tl.uint8, fast)
         case "int8":
             return Stored(INT8.value, tl.int8, fast)
         case "int4":
             return Stored(INT4.value, tl.uint8, fast)
         case _:
-            return Stored(
-                FLOAT.value, getattr(tl, {"float32": "float32", "float16": "float16"}.get(dtype, "bfloat16")), fast
-            )
+            return Stored(FLOAT.value, FLOATS[dtype], fast)
 
 
-def decode(layout: AttentionLayout, rows: int, device: torch.device | None = None) -> Choice:
+FLOATS = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
+
+
+def decode(layout: AttentionLayout, rows: int, device: Device = None) -> Choice:
     """For decode with `rows` query rows a kv head."""
     wide = layout.head_dim > 128
-    if interpreting():
+    if interpreting() and not isinstance(device, int):
         return Choice(block=64 if layout.unit_tokens == 64 else 32, warps=4, stages=1, sms=3)
     choice = Choice(block=64, warps=8 if wide else 4, stages=3, per_sm=1 if wide or rows > 16 else 3)
     if layout.dtype == "float32":
         choice = Choice(block=16, warps=4, stages=2, per_sm=1)
-    return _recorded("decode", _key(layout, rows), choice)._replace(sms=multiprocessors(device))
+    return _recorded("decode", key(layout, rows), choice)._replace(sms=multiprocessors(device))
 
 
-def prefill(layout: AttentionLayout, group: int) -> Choice:
+def prefill(layout: AttentionLayout, group: int, device: Device = None) -> Choice:
     """For prefill; `rows` are query tokens times heads of a group."""
     rows = max(64 if layout.head_dim > 128 else 128, triton.next_power_of_2(group))
-    if interpreting():
+    if interpreting() and not isinstance(device, int):
         return Choice(
             block=64 if layout.unit_tokens == 64 else 32, warps=4, stages=1, rows=max(16, triton.next_power_of_2(group))
         )
     choice = Choice(block=64, warps=8, stages=3 if layout.head_dim <= 128 else 2, rows=rows)
     if layout.dtype == "float32":
         choice = Choice(block=16, warps=8, stages=1, rows=max(32, triton.next_power_of_2(group)))
-    return _recorded("prefill", _key(layout, group), choice)
+    return _recorded("prefill", key(layout, group), choice)
 
 
-def mla(layout: LatentLayout, rows: int, device: torch.device | None = None) -> Choice:
+def mla(layout: LatentLayout, rows: int, device: Device = None) -> Choice:
     """For latent decode with `rows` query rows."""
-    if interpreting():
+    if interpreting() and not isinstance(device, int):
         return Choice(block=16 if layout.unit_tokens == 16 else 32, warps=4, stages=1, rows=16, sms=3)
     few = rows <= 16
     choice = Choice(block=64, warps=4 if few else 8, stages=2, per_sm=1, rows=16 if few else 64)
     if layout.dtype == "float32":
         choice = Choice(block=16, warps=4, stages=1, per_sm=1, rows=16)
-    return _recorded("mla", f"{layout.dtype}/{layout.unit_tokens}/{choice.rows}", choice)._replace(
-        sms=multiprocessors(device)
-    )
+    return _recorded("mla", mla_key(layout, rows), choice)._replace(sms=multiprocessors(device))
 
 
-def multiprocessors(device: torch.device | None) -> int:
-    if device is None or device.type != "cuda":
+def multiprocessors(device: Device) -> int:
+    if not isinstance(device, torch.device) or device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
@@ -136,7 +140,25 @@ def record(kernel: str, key: str, choice: Choice) -> None:
     _file.cache_clear()
 
 
+@contextlib.contextmanager
+def using(kernel: str, **fields: int) -> Iterator[None]:
+    """Within the block, choices for `kernel` have these fields, whatever was measured or is the default."""
+    before = _forced.get(kernel)
+    _forced[kernel] = fields
+    try:
+        yield
+    finally:
+        _forced.pop(kernel)
+        if before is not None:
+            _forced[kernel] = before
+
+
+_forced: dict[str, dict[str, int]] = {}
+
+
 def _recorded(kernel: str, key: str, default: Choice) -> Choice:
+    if kernel in _forced:
+        return default._replace(**_forced[kernel])
     entries = _file()
     found = entries.get(f"{_architecture()}/{kernel}/{key}") if entries else None
     return default if found is None else Choice(**found)
@@ -166,10 +188,16 @@ def _architecture() -> str:
     return f"sm_{major}{minor}"
 
 
-def _capability(device: torch.device | None) -> int:
+def capability(device: Device) -> int:
+    if isinstance(device, int):
+        return device
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor
 
 
-def _key(layout: AttentionLayout, rows: int) -> str:
+def mla_key(layout: LatentLayout, rows: int) -> str:
+    return f"{layout.dtype}/{layout.unit_tokens}/{16 if rows <= 16 else 64}"
+
+
+def key(layout: AttentionLayout, rows: int) -> str:
     return f"{layout.dtype}/{layout.head_dim}/{layout.unit_tokens}/{max(16, triton.next_power_of_2(rows))}"
