@@ -179,11 +179,11 @@ def _check_keys(data: dict[str, Any], kind: type[msgspec.Struct], source: str, p
 def _checked(config: Config, source: str) -> Config:
     """`config` with its defaults filled in, its parts checked against each other."""
     tiers = config.tiers or default_tiers()
-    config = msgspec.structs.replace(
-        config, tiers=tiers, runtime_dir=config.runtime_dir or str(paths.user_dir())
-    )
+    config = msgspec.structs.replace(config, tiers=tiers, runtime_dir=config.runtime_dir or str(paths.user_dir()))
     if next(iter(tiers.values())).medium == "file":
-        raise ConfigError(f"{source}: tiers: a file tier cannot stand first, since workers cannot map it; add host before")
+        raise ConfigError(
+            f"{source}: tiers: a file tier cannot stand first, since workers cannot map it; add host before"
+        )
     for name, tier in tiers.items():
         where = f"{source}: tiers.{name}"
         if name == "any":

@@ -6,7 +6,9 @@ import re
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{prefix}b": factor for prefix, factor in _UNITS.items() if prefix not in ("", "b")}
-_UNITS |= {f"{prefix}i{end}": 1 << shift for prefix, shift in zip("kmgt", (10, 20, 30, 40), strict=True) for end in ("", "b")}
+_UNITS |= {
+    f"{prefix}i{end}": 1 << shift for prefix, shift in zip("kmgt", (10, 20, 30, 40), strict=True) for end in ("", "b")
+}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 

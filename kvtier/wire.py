@@ -55,7 +55,7 @@ class Handle(NamedTuple):
     length: int
 
 
-class Body(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+class Body(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Base of all bodies."""
 
 

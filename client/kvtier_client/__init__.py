@@ -1,0 +1,33 @@
+"""What inference workers import: borrow KV pages from kvtierd by content, and store new ones.
+
+client = Client()
+space = client.namespace(AttentionLayout(layers=32, kv_heads=8, head_dim=128), model="org/model", revision="...")
+keys = space.keys(token_ids)
+with space.borrow(keys) as lease:
+    ...                       # lease.pages: where the KV of the first lease.tokens tokens lies
+with space.reserve(keys, start=len(lease)) as reservation:
+    ...                       # write into reservation.pages
+    reservation.commit()
+"""
+
+from kvtier.keys import Namespace
+from kvtier.layout import AttentionLayout, LatentLayout
+from kvtier_client.client import Client, Pending
+from kvtier_client.local import local
+from kvtier_client.namespace import NamespaceClient
+from kvtier_client.pages import Lease, PageView, Reservation
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionLayout",
+    "Client",
+    "LatentLayout",
+    "Lease",
+    "Namespace",
+    "NamespaceClient",
+    "PageView",
+    "Pending",
+    "Reservation",
+    "local",
+]

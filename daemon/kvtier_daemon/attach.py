@@ -50,7 +50,9 @@ class Peer:
 class AttachServer:
     """Accepts peers and serves their messages. `poller` (an epoll) is polled by the daemon's loop."""
 
-    def __init__(self, path: Path, router: Path, epoch: int, sessions: Sessions, tenancy: Tenancy, tiers: list[Tier]) -> None:
+    def __init__(
+        self, path: Path, router: Path, epoch: int, sessions: Sessions, tenancy: Tenancy, tiers: list[Tier]
+    ) -> None:
         """Listens at `path`. Raises ConfigError where something that is no socket stands there."""
         self.path = path
         self.router = router
@@ -75,6 +77,10 @@ class AttachServer:
         """Have `react` called when `fd` can be read."""
         self.others[fd] = react
         self.poller.register(fd, select.EPOLLIN)
+
+    def unwatch(self, fd: int) -> None:
+        del self.others[fd]
+        self.poller.unregister(fd)
 
     def serve(self) -> None:
         """Deal with all that has happened."""
@@ -161,7 +167,9 @@ class AttachServer:
             (size,) = wire.ATTACH_HEADER.unpack_from(peer.received)
             end = wire.ATTACH_HEADER.size + size
             if size > wire.MAX_ATTACH_MESSAGE:
-                self._refuse(peer, ProtocolError(f"an attach message of {size} bytes; the limit is {wire.MAX_ATTACH_MESSAGE}"))
+                self._refuse(
+                    peer, ProtocolError(f"an attach message of {size} bytes; the limit is {wire.MAX_ATTACH_MESSAGE}")
+                )
                 return
             if len(peer.received) < end:
                 return
@@ -205,9 +213,7 @@ class AttachServer:
         pid, uid, gid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         tenant = self.tenancy.of(uid, [gid, *_groups(connection)])
         process = _pidfd(connection, pid)
-        session = Session(
-            self.sessions.new_id(), tenant, name=hello.name[:64], pid=pid, uid=uid, process=process
-        )
+        session = Session(self.sessions.new_id(), tenant, name=hello.name[:64], pid=pid, uid=uid, process=process)
         session.admin = self.tenancy.admin(uid)
         session.read_only = hello.read_only
         session.since = time.time()
@@ -216,7 +222,7 @@ class AttachServer:
         if process >= 0:
             self.processes[process] = session.id
             self.poller.register(process, select.EPOLLIN)
-        tiers = [(tier.name, tier.config.medium) for tier in self.tiers]
+        tiers: list[tuple[str, str]] = [(tier.name, tier.config.medium) for tier in self.tiers]
         self._send(
             peer,
             wire.Welcome(session.id, session.token, self.epoch, str(self.router), tenant.name, tiers),
@@ -281,7 +287,9 @@ class AttachServer:
             return
         alive = session.process < 0 or not select.select([session.process], [], [], 0)[0]
         self.sessions.end(session, clean=False, alive=alive)
-        log.info("session %d (%s, pid %d) hung up%s", session.id, session.name, session.pid, "" if alive else "; it is dead")
+        log.info(
+            "session %d (%s, pid %d) hung up%s", session.id, session.name, session.pid, "" if alive else "; it is dead"
+        )
         if not alive or session.process < 0:
             self._forget_slabs(session)
         if session.process < 0 and session.id in self.sessions.quarantine:

@@ -5,7 +5,27 @@ from __future__ import annotations
 import bisect
 from typing import Any
 
-BUCKETS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+BUCKETS = (
+    1e-5,
+    2.5e-5,
+    5e-5,
+    1e-4,
+    2.5e-4,
+    5e-4,
+    1e-3,
+    2.5e-3,
+    5e-3,
+    1e-2,
+    2.5e-2,
+    5e-2,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+)
 """Upper bounds, in seconds, of the latency histograms."""
 
 
@@ -101,4 +121,9 @@ class Counters:
     def report(self) -> dict[str, Any]:
         """All of it by name, for `stats`; moves and latencies are reported by who knows the tiers' names."""
         plain = {name: value for name, value in vars(self).items() if isinstance(value, int)}
-        return plain | {"hits": list(self.hits), "hit_tokens": list(self.hit_tokens), "evictions": dict(self.evictions), "errors": dict(self.errors)}
+        return plain | {
+            "hits": list(self.hits),
+            "hit_tokens": list(self.hit_tokens),
+            "evictions": dict(self.evictions),
+            "errors": dict(self.errors),
+        }

@@ -114,7 +114,9 @@ class Directory:
         self.tenants: dict[str, Tenant] = {}
         self.namespaces: dict[int, OpenNamespace] = {}
 
-    def tenant(self, name: str, guaranteed: dict[int, int] | None = None, limit: dict[int, int] | None = None) -> Tenant:
+    def tenant(
+        self, name: str, guaranteed: dict[int, int] | None = None, limit: dict[int, int] | None = None
+    ) -> Tenant:
         """The tenant of that name, new with these limits if it was not known."""
         tenant = self.tenants.get(name)
         if tenant is None:

@@ -166,7 +166,7 @@ class Movers:
                         job.backing = self.media[job.owner.tier.index].grow(job.slab_id, job.nbytes)
                     case Shrink():
                         self.media[job.tier.index].shrink(job.slab.id, job.slab.backing)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 (whatever it is, the store must hear of it)
                 job.error = error
                 log.warning("%s", error)
             job.seconds = time.monotonic() - started
@@ -177,7 +177,7 @@ class Movers:
             error: Exception | None = None
             try:
                 self.indexes[number].apply(jobs)
-            except Exception as raised:
+            except Exception as raised:  # noqa: BLE001 (likewise)
                 error = raised
                 log.error("tier %s: the index could not be written: %s", self.tiers[number].name, raised)
             done = []

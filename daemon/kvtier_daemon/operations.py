@@ -163,8 +163,8 @@ class Migrating(Borrowing):
             self.store.unpin(frame)
         if self.move:
             for page in reversed(pages):
-                for frame in page.frames[: frames[0].tier.index]:
-                    self.store.shed(frame)
+                for faster in page.frames[: frames[0].tier.index]:
+                    self.store.shed(faster)
         return Count(len(pages))
 
 

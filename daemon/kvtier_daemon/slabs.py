@@ -85,7 +85,19 @@ class Slab:
     is when any of its frames last was. A `leaving` slab takes no new pages; empty, it goes to `heir`, or it is
     `retired`: it waits for its holders and then goes back to the medium."""
 
-    __slots__ = ("backing", "busy", "frames", "heir", "holders", "id", "leaving", "nbytes", "owner", "retired", "touched")
+    __slots__ = (
+        "backing",
+        "busy",
+        "frames",
+        "heir",
+        "holders",
+        "id",
+        "leaving",
+        "nbytes",
+        "owner",
+        "retired",
+        "touched",
+    )
 
     def __init__(self, slab_id: int, owner: SlabClass, nbytes: int, backing: Any) -> None:
         self.id = slab_id
@@ -115,7 +127,20 @@ class SlabClass:
     no list) until its last kid has left the tier; that is the leaf-only rule, and it keeps every tier prefix-closed.
     """
 
-    __slots__ = ("counts", "frame_bytes", "free", "growing", "lru", "misses", "rate", "slabs", "taken", "tenant", "tier", "waiters")
+    __slots__ = (
+        "counts",
+        "frame_bytes",
+        "free",
+        "growing",
+        "lru",
+        "misses",
+        "rate",
+        "slabs",
+        "taken",
+        "tenant",
+        "tier",
+        "waiters",
+    )
 
     def __init__(self, tier: Tier, tenant: Tenant, frame_bytes: int) -> None:
         self.tier = tier

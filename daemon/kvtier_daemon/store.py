@@ -464,10 +464,10 @@ class Store:
             return
         above.kids -= 1
         lru = above.slab.owner.lru
-        if not above.kids and above.state is State.READY and not above.pins and not above.slab.leaving:
-            if above not in lru:
-                lru[above] = None
-                lru.move_to_end(above, last=False)
+        leaf = not above.kids and above.state is State.READY and not above.pins and not above.slab.leaving
+        if leaf and above not in lru:
+            lru[above] = None
+            lru.move_to_end(above, last=False)
 
     def _drop(self, frame: Frame) -> None:
         """Take a replica that nobody holds out of its tier, and forget the page if it was the last."""

@@ -61,7 +61,13 @@ class StoreMachine(RuleBasedStateMachine):
                 still.append((operation, answers))
         self.waiting = still
 
-    @rule(who=st.integers(0, 2), branch=st.integers(0, CHAINS - 1), start=st.integers(0, PAGES - 1), n=st.integers(1, 12), tier=st.integers(0, 1))
+    @rule(
+        who=st.integers(0, 2),
+        branch=st.integers(0, CHAINS - 1),
+        start=st.integers(0, PAGES - 1),
+        n=st.integers(1, 12),
+        tier=st.integers(0, 1),
+    )
     def reserve(self, who: int, branch: int, start: int, n: int, tier: int) -> None:
         session, space = self.members[who], self.spaces[who]
         keys = self.chains[branch]
@@ -88,7 +94,12 @@ class StoreMachine(RuleBasedStateMachine):
             lease = self.world.sessions.grant(session, frames)
             self.leases[lease] = (session, [(frame, self.world.read(frame)) for frame in frames])
 
-    @rule(who=st.integers(0, 2), branch=st.integers(0, CHAINS - 1), n=st.integers(1, PAGES), tier=st.sampled_from([0, 1, None]))
+    @rule(
+        who=st.integers(0, 2),
+        branch=st.integers(0, CHAINS - 1),
+        n=st.integers(1, PAGES),
+        tier=st.sampled_from([0, 1, None]),
+    )
     def borrow(self, who: int, branch: int, n: int, tier: int | None) -> None:
         session = self.members[who]
         operation, answers = self.world.borrow(session, self.chains[branch][:n], tier)
@@ -219,7 +230,11 @@ class SmallStoreMachine(StoreMachine):
 
 
 TestStore = StoreMachine.TestCase
-TestStore.settings = settings(max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck))
+TestStore.settings = settings(
+    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
 TestSmallStore = SmallStoreMachine.TestCase
-TestSmallStore.settings = settings(max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck))
+TestSmallStore.settings = settings(
+    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
 _ = (Carve, Erase)

@@ -95,9 +95,7 @@ class World:
                 self.store.give(frame)
                 continue
             self.write(frame, slot.key)
-            pages.append(
-                self.store.seal(frame, slot.key, reservation.namespace, slot.number, parent, pinned=pinned)
-            )
+            pages.append(self.store.seal(frame, slot.key, reservation.namespace, slot.number, parent, pinned=pinned))
         session.reservations.pop(reservation.id, None)
         self.store.run()
         return pages

@@ -1,0 +1,166 @@
+"""One attachment to one daemon: the session, its channels, and the slabs mapped so far.
+
+It ends with the daemon. What was mapped stays readable for as long as anyone holds a view of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from kvtier import paths, wire
+from kvtier.errors import DaemonLost, KvtierError, ProtocolError, SlabError, from_code
+from kvtier.layout import Layout, probe_value
+from kvtier.memory import Mapping
+
+_HELLO_TIMEOUT = 10.0
+
+
+class Attachment:
+    """A session with the daemon at `directory`. Raises DaemonLost where none answers."""
+
+    def __init__(self, directory: Path, *, name: str, read_only: bool) -> None:
+        self.read_only = read_only
+        self.lock = threading.Lock()
+        self.slabs: dict[int, Mapping] = {}
+        self.slab_tiers: dict[int, int] = {}
+        self.retired: set[int] = set()
+        self.seen_notices = 0
+        path = paths.socket_path(directory, paths.ATTACH_SOCKET)
+        self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self.connection.settimeout(_HELLO_TIMEOUT)
+        self._received = b""
+        self._fds: list[int] = []
+        try:
+            self.connection.connect(str(path))
+            welcome = self._ask(wire.Hello(wire.VERSION, name, read_only), wire.Welcome)
+        except (OSError, KvtierError) as error:
+            self.connection.close()
+            if isinstance(error, OSError):
+                raise DaemonLost(
+                    f"no kvtierd answers at {path} ({error.strerror or error}): start one, or set KVTIER_ENDPOINT"
+                ) from error
+            raise
+        assert isinstance(welcome, wire.Welcome)
+        self.session = welcome.session
+        self.token = welcome.token
+        self.epoch = welcome.epoch
+        self.router = welcome.router
+        self.tenant = welcome.tenant
+        self.tiers = [name for name, _ in welcome.tiers]
+        self.pid = os.getpid()
+        self._poll = select.poll()
+        self._poll.register(self.connection, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+
+    def alive(self) -> bool:
+        """Whether the daemon still holds its end."""
+        return not self._poll.poll(0)
+
+    def mapping(self, slab: int) -> Mapping:
+        """The slab in this process's memory, mapped at first use. Raises SlabError, DaemonLost."""
+        found = self.slabs.get(slab)
+        if found is not None:
+            return found
+        with self.lock:
+            if slab not in self.slabs:
+                answer = self._ask(wire.WantSlab(slab), wire.SlabIs)
+                assert isinstance(answer, wire.SlabIs)
+                fd = self._fds.pop(0)
+                try:
+                    self.slabs[slab] = Mapping(fd, answer.nbytes, writable=not self.read_only, populate=True)
+                finally:
+                    os.close(fd)
+                self.slab_tiers[slab] = answer.tier
+            return self.slabs[slab]
+
+    def probe(self, layout: Layout) -> None:
+        """Write the layout's probes where this process thinks they belong, for the daemon to check."""
+        with self.lock:
+            answer = self._ask(wire.WantProbe(layout.unit_stride), wire.ProbeIs)
+            assert isinstance(answer, wire.ProbeIs)
+            fd = self._fds.pop(0)
+        try:
+            mapping = Mapping(fd, layout.unit_stride, writable=True)
+            for number, offset in enumerate(layout.probes()):
+                value = probe_value(answer.nonce, number)[: layout.row_bytes]
+                mapping.view[offset : offset + len(value)] = value
+            mapping.close()
+        finally:
+            os.close(fd)
+
+    def notice(self, notices: int) -> None:
+        """The daemon has left word on the socket: unmap the slabs that it wants back, as far as nothing uses them."""
+        with self.lock, contextlib.suppress(OSError, DaemonLost):
+            while self.seen_notices < notices:
+                self._note(self._next())
+            for slab in list(self.retired):
+                mapping = self.slabs.get(slab)
+                if mapping is None or mapping.close():
+                    self.slabs.pop(slab, None)
+                    self.retired.discard(slab)
+                    self.connection.sendall(wire.encode_attach(wire.Dropped(slab)))
+
+    def close(self) -> None:
+        self.connection.close()
+        for fd in self._fds:
+            os.close(fd)
+        for mapping in self.slabs.values():
+            mapping.close()
+        self.slabs.clear()
+
+    def _ask(self, body: wire.Body, wanted: type[wire.Body]) -> wire.Body:
+        try:
+            self.connection.sendall(wire.encode_attach(body))
+            while True:
+                answer = self._next()
+                if isinstance(answer, wanted):
+                    return answer
+                if isinstance(answer, wire.Refused):
+                    if isinstance(body, wire.WantSlab):
+                        raise SlabError(answer.message)
+                    raise from_code(answer.code, answer.message)
+                self._note(answer)
+        except OSError as error:
+            raise DaemonLost(f"the attach socket broke ({error.strerror or error})") from error
+
+    def _note(self, body: wire.Body) -> None:
+        if isinstance(body, wire.Retire):
+            self.retired.add(body.slab)
+            self.seen_notices += 1
+
+    def _next(self) -> wire.Body:
+        """The next message; descriptors that came beside it are in `_fds`."""
+        header = wire.ATTACH_HEADER.size
+        while True:
+            if len(self._received) >= header:
+                (size,) = wire.ATTACH_HEADER.unpack_from(self._received)
+                if size > wire.MAX_ATTACH_MESSAGE:
+                    raise ProtocolError(f"the daemon sent an attach message of {size} bytes")
+                if len(self._received) >= header + size:
+                    message = self._received[header : header + size]
+                    self._received = self._received[header + size :]
+                    return wire.decode_attach(message)
+            data, fds, _, _ = socket.recv_fds(self.connection, 1 << 16, 8)
+            if not data:
+                raise DaemonLost("kvtierd hung up")
+            self._received += data
+            self._fds += fds
+
+
+class Context:
+    """The process's one ZeroMQ context, made anew in a forked child, where the parent's is of no use."""
+
+    _mine: tuple[int, zmq.Context[Any]] | None = None
+
+    @classmethod
+    def get(cls) -> zmq.Context[Any]:
+        if cls._mine is None or cls._mine[0] != os.getpid():
+            cls._mine = (os.getpid(), zmq.Context())
+        return cls._mine[1]

@@ -1,0 +1,247 @@
+"""The daemon put together, and its one loop.
+
+One thread owns all state and runs a plain `zmq.Poller` over three things: the ROUTER (verbs), an epoll (the attach
+socket, its peers, their pidfds, signals) and the movers' eventfd. It waits on no lock and never blocks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import math
+import os
+import secrets
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from kvtier import paths
+from kvtier.config import Config
+from kvtier.errors import ConfigError
+from kvtier.sizes import format_size
+from kvtier_daemon.attach import AttachServer
+from kvtier_daemon.directory import Directory, Page
+from kvtier_daemon.index import BadIndex, Index
+from kvtier_daemon.jobs import Job
+from kvtier_daemon.media import FileMedium, HostMedium, Medium
+from kvtier_daemon.movers import Movers
+from kvtier_daemon.reports import Reports
+from kvtier_daemon.restore import restore
+from kvtier_daemon.server import Server
+from kvtier_daemon.sessions import Sessions
+from kvtier_daemon.store import Store
+from kvtier_daemon.tenancy import Tenancy
+from kvtier_daemon.tiers import Tier
+from kvtier_daemon.verbs import Verbs
+
+log = logging.getLogger(__name__)
+
+_BEAT = 0.05
+"""Seconds between two looks at what waits; idle, `_IDLE_BEAT`."""
+_IDLE_BEAT = 1.0
+
+
+class Daemon:
+    """Everything, in the order in which it must come up: locks, media, index, directory, movers, sockets."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises ConfigError; then nothing is left running."""
+        self.config = config
+        self.epoch = secrets.randbits(62) + 1
+        runtime = Path(config.runtime_dir)
+        attach_path = paths.socket_path(runtime, paths.ATTACH_SOCKET)
+        router_path = paths.socket_path(runtime, paths.ROUTER_SOCKET)
+        runtime.mkdir(mode=0o750, parents=True, exist_ok=True)
+        self.locks = [_lock(runtime, "runtime_dir")]
+        self.tiers: list[Tier] = []
+        self.media: list[Medium] = []
+        for name in config.tiers:
+            self._add_tier(name)
+        for upper, lower in zip(self.tiers, self.tiers[1:], strict=False):
+            upper.below = lower
+        directory = Directory(len(self.tiers))
+        self.store = Store(directory, self.tiers, self._submit)
+        self.sessions = Sessions(self.store)
+        self.tenancy = Tenancy(config, directory, self.tiers)
+        self.indexes: dict[int, Index] = {}
+        for tier in reversed(self.tiers):
+            if tier.persistent and not tier.closed:
+                self._restore(tier)
+        self.movers = Movers(self.tiers, self.media, self.indexes)
+        self.attach = AttachServer(attach_path, router_path, self.epoch, self.sessions, self.tenancy, self.tiers)
+        self.verbs = Verbs(self.sessions, self.attach, Reports(self.sessions, self.movers, self.epoch))
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.server = Server(self.context, router_path, self.epoch, self.sessions, self.verbs)
+        self.store.retire = self.attach.retire
+        self.store.publish = self._event
+        self.stopping = False
+        self._signals, self._signalled = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self.attach.watch(self._signals, self._on_signal)
+
+    def run(self) -> None:
+        """Serve until a signal, then flush and end, in bounded time."""
+        signal.set_wakeup_fd(self._signalled, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        poller = zmq.Poller()
+        poller.register(self.server.router, zmq.POLLIN)
+        poller.register(self.attach.poller.fileno(), zmq.POLLIN)
+        poller.register(self.movers.wakeup, zmq.POLLIN)
+        beat = time.monotonic()
+        stop_at = float("inf")
+        while True:
+            events = dict(poller.poll(self._timeout(beat)))
+            if self.server.router in events:
+                self.server.serve()
+            if self.movers.wakeup in events:
+                for job in self.movers.collect():
+                    self.store.finish(job)
+            if self.attach.poller.fileno() in events:
+                self.attach.serve()
+            self.server.expire()
+            now = time.monotonic()
+            if now >= beat:
+                self.store.beat()
+                self.movers.revive()
+                beat = now + _BEAT
+            self.store.run()
+            if self.server.unread:
+                self.server.flush()
+            if self.stopping and stop_at == float("inf"):
+                stop_at = now + self.config.stop_timeout
+                self.verbs.draining = True
+                self.verbs.flush_unsaved()
+                self.store.run()
+            if self.stopping and (now >= stop_at or self._flushed()):
+                break
+        self.close()
+
+    def end_with(self, pid: int) -> None:
+        """Stop when process `pid` ends."""
+        process = os.pidfd_open(pid)
+
+        def stop() -> None:
+            self.attach.unwatch(process)
+            os.close(process)
+            self.stopping = True
+
+        self.attach.watch(process, stop)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        unsaved = sum(len(tier.unsaved) for tier in self.tiers)
+        self.server.close()
+        self.attach.close()
+        self.context.destroy(linger=0)
+        stuck = not self.movers.stop(timeout=2.0)
+        for index in self.indexes.values():
+            if not stuck:
+                index.close()
+        if unsaved or stuck:
+            log.warning("stopped with %d pages unsaved%s", unsaved, "; a mover is stuck in I/O" if stuck else "")
+        else:
+            log.info("stopped; all pages saved")
+        if stuck:
+            os._exit(0)
+        for lock in self.locks:
+            os.close(lock)
+
+    def _timeout(self, beat: float) -> int:
+        """Milliseconds that the poller may sleep."""
+        if self.server.unread:
+            return 2
+        waiting = (
+            self.server.deadlines or self.store.watchers or any(tier.unsaved for tier in self.tiers) or self.stopping
+        )
+        until = beat if waiting else beat - _BEAT + _IDLE_BEAT
+        deadline = self.server.next_deadline()
+        if deadline is not None:
+            until = min(until, deadline)
+        return max(0, math.ceil((until - time.monotonic()) * 1e3))
+
+    def _flushed(self) -> bool:
+        return not self.store.jobs and not any(tier.unsaved for tier in self.tiers)
+
+    def _submit(self, job: Job) -> None:
+        self.movers.submit(job)
+
+    def _add_tier(self, name: str) -> None:
+        settings = self.config.tiers[name]
+        medium: Medium
+        if settings.medium == "host":
+            medium = HostMedium(name)
+        else:
+            medium = FileMedium(name, Path(settings.path))
+        tier = Tier(len(self.tiers), name, settings, persistent=medium.persistent, mappable=medium.mappable)
+        self.tiers.append(tier)
+        self.media.append(medium)
+        if isinstance(medium, FileMedium):
+            try:
+                medium.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                os.chmod(medium.directory, 0o700)
+            except OSError as error:
+                tier.closed = True
+                log.error(
+                    "tier %s: %s cannot be used (%s): it is closed, the others serve; mend it and restart",
+                    *(name, medium.directory, error.strerror),
+                )
+                return
+            self.locks.append(_lock(medium.directory, f"tiers.{name}.path"))
+
+    def _restore(self, tier: Tier) -> None:
+        medium = self.media[tier.index]
+        assert isinstance(medium, FileMedium)
+        started = time.monotonic()
+        try:
+            index = Index(medium.directory, tier.name)
+            restored = restore(self.store, tier, medium, index, self.tenancy.named)
+        except (BadIndex, OSError) as error:
+            tier.closed = True
+            log.error("%s; the tier is closed, the others serve", error)
+            return
+        self.indexes[tier.index] = index
+        log.info(
+            "tier %s: %d pages (%s of %s) back in %.2f s",
+            *(tier.name, restored.pages, format_size(tier.allocated), format_size(tier.capacity)),
+            time.monotonic() - started,
+        )
+
+    def _event(self, event: str, page: Page) -> None:
+        """Tell subscribers of the page's tenant."""
+        tenant = page.namespace.tenant
+        for session in self.sessions.by_id.values():
+            if session.subscribers and session.tenant is tenant:
+                body = [event, page.namespace.seed, page.number, page.key]
+                for identity in session.subscribers:
+                    self.server.event(session, identity, body)
+
+    def _on_signal(self) -> None:
+        os.read(self._signals, 64)
+        if not self.stopping:
+            log.info("stopping: flushing what lives only in memory")
+        self.stopping = True
+
+
+def _lock(directory: Path, setting: str) -> int:
+    """An exclusive lock on `directory`, held until it is closed. Raises ConfigError if another daemon holds it."""
+    try:
+        fd = os.open(directory / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"{setting} {directory}: {error.strerror}; choose a directory that this user can write"
+        ) from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(fd, 32, 0).decode(errors="replace").strip()
+        os.close(fd)
+        raise ConfigError(
+            f"{setting} {directory} belongs to a running kvtierd (pid {owner or 'unknown'}): stop it, or give this one "
+            f"its own"
+        ) from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, str(os.getpid()).encode(), 0)
+    return fd

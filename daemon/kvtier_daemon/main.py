@@ -1,0 +1,61 @@
+"""The `kvtierd` command."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+
+from kvtier import config as settings
+from kvtier.errors import KvtierError
+from kvtier.sizes import format_size
+from kvtier_daemon import __version__
+from kvtier_daemon.daemon import Daemon
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the daemon in the foreground until SIGTERM or SIGINT. Exit status 0, or 2 where it cannot start."""
+    parser = argparse.ArgumentParser(
+        prog="kvtierd",
+        description="Own the KV cache of every LLM inference process on this host.",
+        epilog="With no arguments: a quarter of free memory (at most 8 GiB) and 10 GiB of SSD in your cache directory.",
+    )
+    parser.add_argument("--config", metavar="FILE", help="settings in TOML")
+    parser.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], help="one setting, such as tiers.host.capacity=8GiB"
+    )
+    parser.add_argument("--runtime-dir", metavar="DIR", help="where the sockets are; workers attach here")
+    parser.add_argument("--end-with-parent", action="store_true", help="stop when the process that started it ends")
+    parser.add_argument("--check-config", action="store_true", help="say what would run, and end")
+    parser.add_argument("--version", action="version", version=f"kvtierd {__version__}")
+    given = parser.parse_args(arguments)
+    flags = list(given.set)
+    if given.runtime_dir:
+        flags.append(f"runtime_dir={given.runtime_dir}")
+    try:
+        config = settings.load(given.config, flags=flags)
+        logging.basicConfig(
+            level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+        )
+        if given.check_config:
+            for name, tier in config.tiers.items():
+                place = f" at {tier.path}" if tier.path else ""
+                print(f"tier {name}: {tier.medium}, {format_size(tier.capacity)}{place}")
+            print(f"workers attach at {config.runtime_dir}")
+            return 0
+        daemon = Daemon(config)
+        if given.end_with_parent:
+            daemon.end_with(os.getppid())
+    except KvtierError as error:
+        print(f"kvtierd: {error}", file=sys.stderr)
+        return 2
+    sizes = ", ".join(f"{tier.name} {format_size(tier.capacity)}" for tier in daemon.tiers)
+    print(f"kvtierd {__version__} (pid {os.getpid()}): {sizes}", flush=True)
+    print(f"workers attach at {config.runtime_dir} (or KVTIER_ENDPOINT={config.runtime_dir})", flush=True)
+    daemon.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""Verbs over ZeroMQ: a ROUTER that answers every request exactly once.
+
+A client's sockets carry its session's secret token in their routing ids, followed by the channel's number; that is how
+a request is known to be of a session, and why nothing else in a message has to say so. Replies that a slow reader does
+not take are kept for it, in order, up to a bound; a reader that passes it loses its session. Nothing that arrives can
+cost anyone but its sender.
+Not here: what the verbs do (`kvtier_daemon.verbs`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import os
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from kvtier import wire
+from kvtier.errors import KvtierError, NotAttached, ProtocolError
+from kvtier_daemon.attach import clear_socket
+from kvtier_daemon.counters import Counters
+from kvtier_daemon.operations import Operation
+from kvtier_daemon.sessions import Session, Sessions
+from kvtier_daemon.verbs import Verbs
+
+log = logging.getLogger(__name__)
+
+_HARD_LIMIT = 4 * wire.MAX_MESSAGE
+"""Bytes above which libzmq drops a message with its connection, before it takes the memory."""
+_MOST_UNREAD = 64 << 20
+"""Bytes of replies kept for one session."""
+_AT_ONCE = 64
+"""Requests served before other events get their turn."""
+_SLOW = 1.0
+"""Seconds after which a request is worth a line in the log."""
+
+
+class Server:
+    """Owns the ROUTER socket, the requests that wait, and their deadlines."""
+
+    def __init__(self, context: zmq.Context[Any], path: Path, epoch: int, sessions: Sessions, verbs: Verbs) -> None:
+        self.epoch = epoch
+        self.path = path
+        self.sessions = sessions
+        self.verbs = verbs
+        self.counters: Counters = sessions.store.counters
+        self.router = context.socket(zmq.ROUTER)
+        self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.router.setsockopt(zmq.LINGER, 0)
+        self.router.setsockopt(zmq.MAXMSGSIZE, _HARD_LIMIT)
+        clear_socket(path)
+        self.router.bind(f"ipc://{path}")
+        os.chmod(path, 0o660)
+        self.deadlines: list[tuple[float, int, Operation]] = []
+        self._order = itertools.count()
+        self.unread: dict[bytes, deque[bytes]] = {}
+        self.unread_bytes: dict[int, int] = {}
+
+    def serve(self) -> bool:
+        """Serve what has arrived; whether there may be more."""
+        receive = self.router.recv_multipart
+        for _ in range(_AT_ONCE):
+            try:
+                frames = receive(zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            self._request(frames)
+        return True
+
+    def expire(self) -> None:
+        """End the operations whose deadline has come."""
+        now = time.monotonic()
+        while self.deadlines and (self.deadlines[0][0] <= now or self.deadlines[0][2].done):
+            operation = heapq.heappop(self.deadlines)[2]
+            if not operation.done:
+                operation.expire()
+
+    def next_deadline(self) -> float | None:
+        return self.deadlines[0][0] if self.deadlines else None
+
+    def flush(self) -> None:
+        """Try again to deliver what slow readers did not take."""
+        for identity in list(self.unread):
+            queue = self.unread[identity]
+            session = self.sessions.by_token.get(identity[: wire.TOKEN_BYTES])
+            while queue:
+                if session is not None and not self._deliver(identity, queue[0]):
+                    break
+                data = queue.popleft()
+                if session is not None:
+                    self.unread_bytes[session.id] -= len(data)
+            if not queue:
+                del self.unread[identity]
+
+    def event(self, session: Session, identity: bytes, body: Any) -> None:
+        """Send a subscriber something unasked."""
+        self._send(session, identity, wire.encode_reply(0, self.epoch, session.notices, "event", body))
+
+    def close(self) -> None:
+        self.router.close(0)
+        self.path.unlink(missing_ok=True)
+
+    def _request(self, frames: list[bytes]) -> None:
+        started = time.monotonic()
+        identity = frames[0]
+        session = self.sessions.by_token.get(identity[: wire.TOKEN_BYTES])
+        if session is None:
+            self._reply(None, identity, 0, NotAttached("no session has this routing id; attach first (or again)"))
+            return
+        session.requests += 1
+        try:
+            if len(frames) != 2:
+                raise ProtocolError(f"a request is one frame, this one has {len(frames) - 1}")
+            request = wire.decode_request(frames[1])
+        except KvtierError as error:
+            self.counters.protocol_errors += 1
+            self._reply(session, identity, error.request_id, error)
+            return
+
+        def answer(result: wire.Body | KvtierError) -> None:
+            seconds = time.monotonic() - started
+            session.operations.pop((identity, request.id), None)
+            self.counters.took(request.verb, seconds)
+            if seconds > _SLOW and seconds > request.timeout + 0.1:
+                log.warning("slow: %s of session %d took %.2f s", request.verb, session.id, seconds)
+            self._reply(session, identity, request.id, result)
+
+        try:
+            result = self.verbs.handlers[request.verb](session, identity, request.body, answer)
+        except KvtierError as error:
+            answer(error)
+            return
+        except Exception:
+            log.exception("%s of session %d failed; this is a bug in kvtierd", request.verb, session.id)
+            answer(KvtierError(f"{request.verb} failed inside the daemon; its log says where"))
+            return
+        if isinstance(result, Operation):
+            session.operations[identity, request.id] = result
+            result.advance()
+            if not result.done:
+                heapq.heappush(self.deadlines, (started + request.timeout, next(self._order), result))
+        else:
+            answer(result)
+
+    def _reply(
+        self, session: Session | None, identity: bytes, request_id: int, result: wire.Body | KvtierError
+    ) -> None:
+        notices = session.notices if session is not None else 0
+        if isinstance(result, KvtierError):
+            self.counters.failed(result.code)
+            data = wire.encode_reply(request_id, self.epoch, notices, result.code, str(result))
+        else:
+            data = wire.encode_reply(request_id, self.epoch, notices, "", wire.fields(result))
+        if not self._send(session, identity, data) and session is not None and not session.gone:
+            self._take_back(session, result)
+
+    def _send(self, session: Session | None, identity: bytes, data: bytes) -> bool:
+        """False if the channel is gone."""
+        if identity not in self.unread and self._deliver(identity, data):
+            return self._delivered
+        if session is None or session.gone:
+            return False
+        self.unread.setdefault(identity, deque()).append(data)
+        kept = self.unread_bytes[session.id] = self.unread_bytes.get(session.id, 0) + len(data)
+        if kept > _MOST_UNREAD:
+            log.warning(
+                "session %d (%s) leaves %d bytes of replies unread; it is ended", session.id, session.name, kept
+            )
+            self.sessions.end(session, clean=False, alive=True)
+        return True
+
+    _delivered = True
+
+    def _deliver(self, identity: bytes, data: bytes) -> bool:
+        """Whether nothing is left to do: sent, or the channel is gone (`_delivered` tells which)."""
+        try:
+            self.router.send_multipart((identity, data), zmq.NOBLOCK)
+            self._delivered = True
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._delivered = False
+        return True
+
+    def _take_back(self, session: Session, result: wire.Body | KvtierError) -> None:
+        """A reply found its channel closed: what it granted would be held by nobody."""
+        if isinstance(result, wire.Borrowed | wire.Committed) and result.lease in session.leases:
+            self.sessions.release(session, result.lease)
+        elif isinstance(result, wire.Reserved) and result.reservation in session.reservations:
+            reservation = session.reservations[result.reservation]
+            self.sessions.abandon(session, reservation, reservation.slots)
