@@ -52,6 +52,9 @@ class Borrowing(Operation):
     another borrow before the run is complete.
     """
 
+    counted = True
+    """Whether it is a worker's request, and so a hit or a miss."""
+
     def __init__(
         self, sessions: Sessions, session: Session, pages: list[Page], tier: Tier | None, answer: Answer
     ) -> None:
@@ -135,16 +138,19 @@ class Borrowing(Operation):
         del self.pages[length:], self.held[length:]
 
     def _grant(self) -> None:
-        counters = self.store.counters
-        for page, (_, _, origin) in zip(self.pages, self.held, strict=True):
-            counters.hits[origin] += 1
-            counters.hit_tokens[origin] += page.tokens
+        if self.counted:
+            counters = self.store.counters
+            for page, (_, _, origin) in zip(self.pages, self.held, strict=True):
+                counters.hits[origin] += 1
+                counters.hit_tokens[origin] += page.tokens
         self.store.touch(self.pages)
         self.finish(self.result([frame for frame, _, _ in self.held]))
 
 
 class Pinning(Borrowing):
     """A borrow that outlives its session, for an operator."""
+
+    counted = False
 
     def result(self, frames: list[Frame]) -> Body:
         pin = self.sessions.new_id()
@@ -155,6 +161,7 @@ class Pinning(Borrowing):
 class Migrating(Borrowing):
     """Bring a run to `tier`; with `move`, leave its pages in no faster tier (where nobody holds them)."""
 
+    counted = False
     move = False
 
     def result(self, frames: list[Frame]) -> Body:
@@ -271,20 +278,18 @@ class Evicting(Operation):
 
 
 class Emptying(Operation):
-    """Wait until all slabs of a tier that were vacated are gone, or all that is unsaved is saved."""
+    """Wait until slabs that were vacated are gone, or all that is unsaved is saved: while `busy`."""
 
-    def __init__(self, sessions: Sessions, tiers: list[Tier], answer: Answer, result: Callable[[], Body]) -> None:
+    def __init__(
+        self, sessions: Sessions, busy: Callable[[], bool], answer: Answer, result: Callable[[], Body]
+    ) -> None:
         super().__init__(answer)
-        self.store = sessions.store
-        self.tiers = tiers
+        self.busy = busy
         self.result = result
-        self.store.watchers.append(self)
+        sessions.store.watchers.append(self)
 
     def advance(self) -> None:
-        busy = any(
-            tier.unsaved or tier.writing or any(slab.leaving for slab in tier.slabs.values()) for tier in self.tiers
-        )
-        if not busy:
+        if not self.busy():
             self.finish(self.result())
 
     def expire(self) -> None:

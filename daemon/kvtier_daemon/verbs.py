@@ -217,15 +217,23 @@ class Verbs:
                 f"tenants are guaranteed {format_size(promised)} of tier {tier.name}: it cannot have less"
             )
         self.store.resize(tier, body.capacity)
-        return Emptying(self.sessions, [tier], answer, lambda: wire.Resized(tier.capacity, tier.allocated))
+
+        def over() -> bool:
+            return tier.allocated > tier.capacity
+
+        return Emptying(self.sessions, over, answer, lambda: wire.Resized(tier.capacity, tier.allocated))
 
     def _drain(self, session: Session, _: bytes, body: wire.Drain, answer: Answer) -> wire.Body | Operation:
         self._admin(session, "drain")
         if not body.tier:
             self.draining = True
             self.flush_unsaved()
-            below = [tier for tier in self.store.tiers if tier.persistent]
-            return Emptying(self.sessions, below, answer, lambda: wire.Count(sum(len(tier.unsaved) for tier in below)))
+            tiers = self.store.tiers
+
+            def saving() -> bool:
+                return any(tier.unsaved or tier.writing for tier in tiers)
+
+            return Emptying(self.sessions, saving, answer, lambda: wire.Count(sum(len(tier.unsaved) for tier in tiers)))
         tier = self._tier(body.tier)
         before = sum(len(slab.frames) for slab in tier.slabs.values())
         for slab in list(tier.slabs.values()):
@@ -235,7 +243,10 @@ class Verbs:
         def left() -> wire.Body:
             return wire.Count(before - sum(slab.busy for slab in tier.slabs.values()))
 
-        return Emptying(self.sessions, [tier], answer, left)
+        def emptying() -> bool:
+            return any(slab.leaving for slab in tier.slabs.values())
+
+        return Emptying(self.sessions, emptying, answer, left)
 
     def _stats(self, session: Session, _: bytes, body: wire.Stats, __: Answer) -> wire.Body:
         return wire.Report(self.reports.stats())

@@ -1,0 +1,209 @@
+"""The `kvtier` command: what an operator asks a running daemon.
+
+Tables have human units; `--json` has exact numbers. Exit status: 0 done, 1 the daemon refused or something is wrong,
+2 the command line is wrong, 3 no daemon answers.
+Not here: how answers are drawn (`kvtier_client.tables`), what they mean (docs/protocol.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvtier import paths
+from kvtier.errors import DaemonLost, InvalidRequest, KvtierError
+from kvtier.sizes import format_size, parse_size
+from kvtier_client.client import Client
+
+_OK, _REFUSED, _USAGE, _NO_DAEMON = 0, 1, 2, 3
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; its exit status."""
+    given = _parser().parse_args(arguments)
+    try:
+        with Client(given.endpoint, name="kvtier") as client:
+            status: int = given.run(client, given)
+            return status
+    except DaemonLost as error:
+        print(f"kvtier: {error}", file=sys.stderr)
+        print(
+            f"Looked in {paths.find_endpoint(given.endpoint)}. Start a daemon with `kvtierd`, or say where one is with "
+            f"--endpoint or KVTIER_ENDPOINT.",
+            file=sys.stderr,
+        )
+        return _NO_DAEMON
+    except KvtierError as error:
+        print(f"kvtier: {error}", file=sys.stderr)
+        return _REFUSED
+    except (KeyboardInterrupt, BrokenPipeError):
+        return _OK
+
+
+def _stats(client: Client, given: argparse.Namespace) -> int:
+    from kvtier_client import tables
+
+    if given.watch is None:
+        report = client.stats()
+        _show(given, report, lambda: tables.stats(report))
+        return _OK
+    before: dict[str, Any] | None = None
+    while True:
+        report = client.stats()
+        if given.json:
+            print(json.dumps(report), flush=True)
+        else:
+            tables.clear()
+            tables.stats(report, before, given.watch)
+        before = report
+        time.sleep(given.watch)
+
+
+def _sessions(client: Client, given: argparse.Namespace) -> int:
+    from kvtier_client import tables
+
+    report = client.sessions()
+    _show(given, report, lambda: tables.sessions(report))
+    return _OK
+
+
+def _ls(client: Client, given: argparse.Namespace) -> int:
+    from kvtier_client import tables
+
+    report = client.inventory()
+    if given.namespace:
+        seed = _chosen(report, given.namespace)
+        report = client.inventory(seed)
+        while report["more"]:
+            more = client.inventory(seed, len(report["pages"]))
+            report["pages"] += more["pages"]
+            report["more"] = more["more"]
+    _show(given, report, lambda: tables.inventory(report))
+    return _OK
+
+
+def _evict(client: Client, given: argparse.Namespace) -> int:
+    if given.all:
+        count = client.evict(everything=True)
+    else:
+        count = client.evict(namespace=_chosen(client.inventory(), given.namespace))
+    _say(given, {"evicted": count}, f"{count} pages forgotten in every tier; leased ones stay readable until released")
+    return _OK
+
+
+def _drain(client: Client, given: argparse.Namespace) -> int:
+    count = client.drain(given.tier, timeout=given.timeout)
+    if given.tier:
+        _say(given, {"drained": count}, f"{count} frames of tier {given.tier} emptied")
+        return _OK
+    text = "all pages are saved" if not count else f"{count} pages are still to be saved"
+    _say(given, {"unsaved": count}, f"{text}; kvtierd accepts no new pages until it is restarted")
+    return _OK if not count else _REFUSED
+
+
+def _resize(client: Client, given: argparse.Namespace) -> int:
+    answer = client.resize(given.tier, given.capacity, timeout=given.timeout)
+    there = answer.allocated <= answer.capacity
+    text = f"tier {given.tier} has {format_size(answer.capacity)}, of which {format_size(answer.allocated)} is in slabs"
+    if not there:
+        text += "; the rest goes as soon as leases on it are released"
+    _say(given, {"capacity": answer.capacity, "allocated": answer.allocated}, text)
+    return _OK
+
+
+def _unpin(client: Client, given: argparse.Namespace) -> int:
+    count = client.unpin(given.pin)
+    _say(given, {"unpinned": count}, f"{count} pages are no longer pinned")
+    return _OK
+
+
+def _ping(client: Client, given: argparse.Namespace) -> int:
+    times = sorted(client.ping() for _ in range(given.count))
+    median = times[len(times) // 2]
+    _say(
+        given,
+        {"seconds": times, "median": median},
+        f"kvtierd answers in {median * 1e6:.0f} us (median of {given.count})",
+    )
+    return _OK
+
+
+def _chosen(report: dict[str, Any], wanted: str) -> bytes:
+    """The digest of the one namespace that `wanted` (a digest's beginning, or a model's name) means."""
+    spaces = report["namespaces"]
+    found = [space for space in spaces if space["digest"].startswith(wanted.lower()) or space["model"] == wanted]
+    digests = sorted({space["digest"] for space in found})
+    if len(digests) != 1:
+        names = ", ".join(f"{space['digest'][:12]} ({space['model']})" for space in found or spaces) or "none"
+        problem = "is ambiguous" if digests else "is no namespace"
+        raise InvalidRequest(f"{wanted!r} {problem}; there are: {names}")
+    return bytes.fromhex(digests[0])
+
+
+def _show(given: argparse.Namespace, report: dict[str, Any], draw: Callable[[], None]) -> None:
+    if given.json:
+        print(json.dumps(report, indent=2))
+    else:
+        draw()
+
+
+def _say(given: argparse.Namespace, report: dict[str, Any], text: str) -> None:
+    print(json.dumps(report) if given.json else text)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--endpoint", metavar="DIR", help="the daemon's runtime directory (default: KVTIER_ENDPOINT)")
+    common.add_argument("--json", action="store_true", help="exact numbers, for scripts")
+    parser = argparse.ArgumentParser(prog="kvtier", description="Ask a running kvtierd, and tell it what to do.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, run: Callable[[Client, argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text, parents=[common])
+        command.set_defaults(run=run)
+        return command
+
+    stats = add("stats", _stats, "tiers, hits, moves, latencies")
+    stats.add_argument(
+        "--watch", metavar="SECONDS", type=float, nargs="?", const=2.0, help="again and again, with rates"
+    )
+    add("sessions", _sessions, "attached processes and what they hold")
+    ls = add("ls", _ls, "namespaces, or the pages of one")
+    ls.add_argument("namespace", nargs="?", help="the beginning of a digest, or a model's name")
+    evict = add("evict", _evict, "forget pages in every tier, for good")
+    what = evict.add_mutually_exclusive_group(required=True)
+    what.add_argument("--namespace", help="the beginning of a digest, or a model's name")
+    what.add_argument("--all", action="store_true", help="every page (of all tenants, for an administrator)")
+    drain = add("drain", _drain, "empty a tier into the one below, or save all and accept no new pages")
+    drain.add_argument("tier", nargs="?", default="")
+    drain.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS")
+    resize = add("resize", _resize, "give a tier another capacity, live")
+    resize.add_argument("tier")
+    resize.add_argument("capacity", type=_size, help='such as "20GiB"')
+    resize.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS")
+    unpin = add("unpin", _unpin, "end a pin")
+    unpin.add_argument("pin", type=int)
+    ping = add("ping", _ping, "measure the round trip")
+    ping.add_argument("-n", "--count", type=_positive, default=20)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
