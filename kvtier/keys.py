@@ -11,6 +11,7 @@ Not here: where pages are cut (`kvtier.schedule`).
 from __future__ import annotations
 
 import hashlib
+import struct
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
@@ -23,6 +24,7 @@ from kvtier.layout import Layout
 from kvtier.schedule import Schedule
 
 KEY_BYTES = 16
+_BLOCK = struct.Struct(f"{KEY_BYTES}s" * 128)  # many keys in one call: several times faster than slices
 FORMAT = 1
 """Raised whenever the same namespace or tokens would get other keys."""
 
@@ -111,7 +113,13 @@ def split(packed: bytes) -> list[bytes]:
     """The keys of a packed list. Raises InvalidRequest for a length that is not a multiple of 16."""
     if len(packed) % KEY_BYTES:
         raise InvalidRequest(f"a packed list of keys has {len(packed)} bytes: not a multiple of {KEY_BYTES}")
-    return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
+    keys: list[bytes] = []
+    at = 0
+    while at + _BLOCK.size <= len(packed):
+        keys += _BLOCK.unpack_from(packed, at)
+        at += _BLOCK.size
+    keys += [packed[at : at + KEY_BYTES] for at in range(at, len(packed), KEY_BYTES)]
+    return keys
 
 
 def _packed(tokens: Sequence[int]) -> bytes:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -23,9 +24,15 @@ class LocalDaemon:
     """A running `kvtierd` of this process's own. `endpoint` is where to attach; a context manager that stops it."""
 
     def __init__(
-        self, *, host: str | int = "512MiB", ssd: str | int | None = None, directory: str | None = None
+        self,
+        *,
+        host: str | int = "512MiB",
+        ssd: str | int | None = None,
+        directory: str | None = None,
+        settings: Sequence[str] = (),
     ) -> None:
-        """Host memory of that size, and with `ssd` a file tier, under `directory` or a temporary one."""
+        """Host memory of that size, and with `ssd` a file tier, under `directory` or a temporary one; `settings` are
+        further ones, such as "tiers.host.slab=64MiB"."""
         self.temporary = directory is None
         self.directory = Path(directory or tempfile.mkdtemp(prefix="kvtier-"))
         self.endpoint = str(self.directory / "run")
@@ -37,6 +44,7 @@ class LocalDaemon:
         if ssd is not None:
             command += ["--set", "tiers.ssd.medium=file", "--set", f"tiers.ssd.capacity={ssd}"]
             command += ["--set", f"tiers.ssd.path={self.directory / 'ssd'}", "--set", "tiers.ssd.slab=16MiB"]
+        command += [word for setting in settings for word in ("--set", setting)]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=_environment())
         atexit.register(self.stop)
         self._wait()

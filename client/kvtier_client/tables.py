@@ -26,9 +26,7 @@ def stats(report: dict[str, Any], before: dict[str, Any] | None = None, seconds:
         f"{daemon['sessions']} sessions  {daemon['leases']} leases  {daemon['pages']:,} pages  "
         f"{daemon['namespaces']} namespaces"
     )
-    tiers = _table(
-        "tier", "medium", "capacity", "used", "free", "leased", "filling", "reserved", "pages", "hits", "share"
-    )
+    tiers = _table("tier", "capacity", "used", "free", "leased", "filling", "reserved", "pages", "hits", "share")
     requested = max(1, counters["requested"])
     for tier, hits in zip(report["tiers"], counters["hits"], strict=True):
         tiers.add_row(

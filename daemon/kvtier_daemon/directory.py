@@ -9,6 +9,7 @@ Not here: frames and their states (`kvtier_daemon.slabs`), and what moves when (
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import takewhile
 
 from kvtier.keys import Namespace
 from kvtier_daemon.slabs import Frame, State
@@ -97,13 +98,7 @@ class Tenant:
 
     def count(self, keys: list[bytes]) -> int:
         """The length of that run."""
-        pages = self.pages
-        number = 0
-        for key in keys:
-            if key not in pages:
-                return number
-            number += 1
-        return number
+        return len(list(takewhile(self.pages.__contains__, keys)))
 
 
 class Directory:
