@@ -81,11 +81,12 @@ class Borrowing(Operation):
             tier = self.tier or self._where(page)
             frame = store.fetch(page, tier, Priority.BORROW)
             if frame is None:
-                if not page.gone:
-                    self.starved = store.class_of(tier, page.namespace.tenant, page.nbytes)
-                    wait_for(self, self.starved)
-                    break
-                continue
+                if page.gone or page.ready() is None:
+                    continue
+                assert store.starved is not None
+                self.starved = store.starved
+                wait_for(self, self.starved)
+                break
             store.pin(frame)
             self.held.append((frame, frame.generation, found.tier.index))
             if frame.state is not State.READY:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 GROW_RETRY = 5.0
 """Seconds before a medium that refused a slab is asked again."""
+STALLED = 2.0
+"""Seconds in which a tier finished no copy from above, though some were wanted, after which nobody waits for it."""
 LOOK_EVERY = 16
 """Evictions of a class between two looks at whether another class's slab is colder than all of its own."""
 
@@ -58,6 +60,11 @@ class Store:
         self.next_slab = 1
         self.jobs = 0
         self.copying: dict[Frame, Copy] = {}
+        self.onward: dict[Frame, list[tuple[Frame, Priority]]] = {}
+        """FILLING frames from which a page goes on, as soon as it is there, to others taken for it already."""
+        self.starved: SlabClass | None = None
+        self.flushing = False
+        """Whether everything is to be saved, whatever a queue's bound says."""
         self.watchers: list[Operation] = []
         """Operations that look again at every beat."""
         self._rated = self.clock()
@@ -110,24 +117,23 @@ class Store:
         """`run`, a piece of one chain, was used just now: it becomes the most recent, its head more so than its tail."""
         if not run:
             return
-        self.tick = tick = self.tick + 1
-        ancestors = []
-        page = run[0].parent
-        while page is not None:
-            ancestors.append(page)
-            page = page.parent
-        for pages in (reversed(run), ancestors):
-            for page in pages:
-                for frame in page.frames:
-                    if frame is not None:
-                        frame.touched = frame.slab.touched = tick
-                        lru = frame.slab.owner.lru
-                        if frame in lru:
-                            lru.move_to_end(frame)
+        self.renew(run[-1])
         for page in run:
             page.uses += 1
             if page.uses == 2:
                 self._write_through(page)
+
+    def renew(self, page: Page | None) -> None:
+        """Make `page` and all before it the most recent, wherever they are: a prefix must not leave before its tail."""
+        self.tick = tick = self.tick + 1
+        while page is not None:
+            for frame in page.frames:
+                if frame is not None:
+                    frame.touched = frame.slab.touched = tick
+                    lru = frame.slab.owner.lru
+                    if frame in lru:
+                        lru.move_to_end(frame)
+            page = page.parent
 
     # Pages and their replicas
 
@@ -149,8 +155,11 @@ class Store:
         return page
 
     def fetch(self, page: Page, tier: Tier, priority: Priority) -> Frame | None:
-        """The frame of `page` in `tier`: READY, or FILLING by a copy that this starts or hurries. None while no frame
-        can be had, and where no replica can be copied (`page.ready()` is None)."""
+        """The frame of `page` in `tier`: READY, or FILLING by a copy that this starts or hurries.
+
+        A replica that no single copy can bring there is copied in two steps, through memory that both ends reach. None
+        while no frame can be had (`starved` is the class that had none), and where there is no replica to copy.
+        """
         frame = page.frames[tier.index]
         if frame is not None:
             job = self.copying.get(frame)
@@ -158,20 +167,36 @@ class Store:
                 job.priority = priority
                 self.submit(job)
             return frame
-        source = page.ready()
-        if source is None or page.gone:
+        if page.gone or page.ready() is None:
             return None
-        self.pin(source)  # or making room could drop the very source
+        source = self._in_reach(page, tier)
+        held = source or self.fetch(page, self._between(page, tier), priority)
+        if held is None:
+            return None
+        self.pin(held)  # or making room could drop the very source
+        owner = self.class_of(tier, page.namespace.tenant, page.nbytes)
         try:
-            target = self.take(self.class_of(tier, page.namespace.tenant, page.nbytes), State.FILLING)
+            target = self.take(owner, State.FILLING)
         finally:
-            self.unpin(source)
-        if target is not None and page.gone:
+            self.unpin(held)
+        if target is None:
+            self.starved = owner
+        elif page.gone:
             self.give(target)
             return None
-        if target is not None:
+        elif source is not None:
             self._copy(page, source, target, priority)
+        else:
+            self._place(page, target)
+            self.onward.setdefault(held, []).append((target, priority))
         return target
+
+    def can_take(self, owner: SlabClass, touched: int) -> bool:
+        """Whether `owner` could have a frame now at no cost to a page used since tick `touched`."""
+        if owner.free or owner.tier.may_grow(owner, self.clock()):
+            return True
+        victim = owner.victim()
+        return victim is not None and victim.touched < touched
 
     def forget(self, page: Page, reason: str) -> int:
         """Unpublish `page` and all that follow it. Frames that someone holds or copies are freed later. How many."""
@@ -220,7 +245,7 @@ class Store:
                     job.tier.account(job.slab.owner.tenant, -job.slab.nbytes)
                     self.wake_all(job.tier)
                 else:
-                    job.tier.closed = True
+                    self._close(job.tier)
             case Barrier():
                 job.done = True
                 if job.waiter is not None:
@@ -249,8 +274,19 @@ class Store:
                 owner.rate += (owner.taken / elapsed - owner.rate) * min(1.0, elapsed / 2)
                 owner.taken = 0
                 self.wake(owner)
+            if tier.unsaved and self._stalled(tier):
+                self._give_up(tier)
         self.watchers = [watcher for watcher in self.watchers if not watcher.done]
         self.runnable.extend(self.watchers)
+
+    def _give_up(self, tier: Tier) -> None:
+        """`tier` is stalled: what has to leave its slab now is lost rather than waited for."""
+        for page in list(tier.unsaved):
+            leaving = any(
+                frame is not None and frame.slab.leaving and not frame.pins and not frame.copies for frame in page.frames
+            )
+            if leaving and not page.gone:
+                self.forget(page, "unsaved")
 
     def wake_all(self, tier: Tier) -> None:
         for owner in tier.classes.values():
@@ -261,7 +297,7 @@ class Store:
         most = 2 * tier.config.queue_depth
         while tier.unsaved and tier.writing < most:
             page = next(iter(tier.unsaved))
-            source = page.ready()
+            source = self._in_reach(page, tier)
             if source is None or page.frames[tier.index] is not None:
                 self._unqueue(page, tier)
                 continue
@@ -278,6 +314,8 @@ class Store:
     def save(self, page: Page, tier: Tier, *, first: bool = False) -> None:
         """Queue a copy of `page` to `tier`, whatever admission and queue say; `first` before all others."""
         if page not in tier.unsaved:
+            if not tier.unsaved and not tier.writing:
+                tier.progressed = self.clock()
             tier.unsaved[page] = None
             tier.unsaved_bytes += page.nbytes
         if first:
@@ -397,11 +435,15 @@ class Store:
         if self.replicas(page) > 1:
             self._drop(victim)
             self._evicted("demoted" if below is not None else "evicted")
-        elif below is not None and page in below.unsaved:
+        elif below is not None and page in below.unsaved and not self._stalled(below):
             self.save(page, below, first=True)
             self.pump(below)
         else:
             self.forget(page, "evicted" if below is None else "unsaved")
+
+    def _stalled(self, tier: Tier) -> bool:
+        """Whether a page had better be lost than kept from leaving until `tier` has a copy of it."""
+        return tier.closed or self.clock() - tier.progressed > STALLED
 
     def _evicted(self, reason: str) -> None:
         self.counters.evictions[reason] = self.counters.evictions.get(reason, 0) + 1
@@ -482,8 +524,24 @@ class Store:
         if not page.gone and not any(page.frames):
             self.forget(page, "last")
 
+    def _in_reach(self, page: Page, tier: Tier) -> Frame | None:
+        """The fastest replica of `page` that one copy brings to `tier`."""
+        for frame in page.frames:
+            if frame is not None and frame.state is State.READY and tier.reaches(frame.tier):
+                return frame
+        return None
+
+    def _between(self, page: Page, tier: Tier) -> Tier:
+        """A tier through which `page` gets to `tier`."""
+        source = page.ready()
+        assert source is not None
+        return next(step for step in self.tiers if step.reaches(tier) and step.reaches(source.tier))
+
     def _copy(self, page: Page, source: Frame, target: Frame, priority: Priority) -> Copy:
         self._place(page, target)
+        return self._start(page, source, target, priority)
+
+    def _start(self, page: Page, source: Frame, target: Frame, priority: Priority) -> Copy:
         source.copies += 1
         job = self.copying[target] = Copy(page, source, target, priority)
         self.post(job)
@@ -494,6 +552,7 @@ class Store:
         del self.copying[target]
         if job.background:
             target.tier.writing -= 1
+        target.tier.progressed = self.clock()
         self.counters.moved(source.tier.index, target.tier.index, page.nbytes, job.seconds, failed=bool(job.error))
         if job.error is None and target.tier.persistent and not page.gone:
             self.post(Record(page, source, target))  # the source stays held until the copy is recorded
@@ -537,6 +596,11 @@ class Store:
         frame.become(State.READY)
         frame.touched = max((other.touched for other in page.frames if other is not None), default=0)
         frame.slab.touched = max(frame.slab.touched, frame.touched)
+        for target, priority in self.onward.pop(frame, ()):
+            if page.gone:
+                self._discard(target)
+            else:
+                self._start(page, frame, target, priority)
         self._settle(frame)
         if not page.gone:
             self._write_through(page)
@@ -545,6 +609,8 @@ class Store:
         """A copy into `target` failed. Those who waited for it find the page without it."""
         page = target.page
         assert page is not None
+        for further, _ in self.onward.pop(target, ()):
+            self._discard(further)
         self._unplace(target)
         target.pins = 0
         self.give(target)
@@ -553,7 +619,16 @@ class Store:
         if job.error is None:
             self.give(job.frame)
         else:
-            job.frame.tier.closed = True  # the frame stays DRAINING: the index may still name it
+            self._close(job.frame.tier)  # the frame stays DRAINING: the index may still name it
+
+    def _close(self, tier: Tier) -> None:
+        """`tier` takes no new pages any more; what waited for it goes on without."""
+        tier.closed = True
+        for page in list(tier.unsaved):
+            self._unqueue(page, tier)
+            for frame in page.frames:
+                if frame is not None and frame.state is State.READY and frame.slab.leaving:
+                    self._settle(frame)
 
     def _finish_grow(self, job: Grow) -> None:
         owner = job.owner
@@ -586,7 +661,7 @@ class Store:
                 continue
             if not below.fits(page.namespace.tenant, page.nbytes):
                 continue
-            if below.unsaved_bytes + page.nbytes > below.config.write_queue:
+            if below.unsaved_bytes + page.nbytes > below.config.write_queue and not self.flushing:
                 self.counters.unsaved += 1
                 continue
             self.save(page, below)

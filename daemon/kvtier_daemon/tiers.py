@@ -38,16 +38,24 @@ class Tier:
         self.allocated = 0
         self.holdings: dict[int, int] = {}
         self.below: Tier | None = None
+        self.direct: set[int] | None = None
+        """Indices of the tiers that it exchanges pages with in one copy; None: all. Others go through host memory."""
         self.classes: dict[tuple[int, int], SlabClass] = {}
         self.slabs: dict[int, Slab] = {}
         self.tenants: dict[int, Tenant] = {}
         self.unsaved: OrderedDict[Page, None] = OrderedDict()
         self.unsaved_bytes = 0
         self.writing = 0
+        self.progressed = 0.0
+        """Monotonic time of the last copy into this tier that ended, or of when the first of a row was queued."""
         self.closed = False
         """Whether new frames are refused: the tier is drained or its medium is gone."""
         self.grow_after = 0.0
         """Monotonic time before which growing is not tried again, after the medium refused."""
+
+    def reaches(self, other: Tier) -> bool:
+        """Whether one copy brings a page from here to `other`, or back."""
+        return self.direct is None or other.index in self.direct
 
     def slab_class(self, tenant: Tenant, frame_bytes: int) -> SlabClass:
         key = (tenant.id, frame_bytes)

@@ -146,6 +146,7 @@ class Verbs:
         frames: list[Frame] = []
         for slot in slots:
             status.append(self._seal(session, reservation, slot, body.lease, frames))
+        self.store.renew(session.tenant.pages.get(slots[-1].key) if slots else None)
         if not reservation.open:
             session.reservations.pop(reservation.id, None)
         return wire.Committed(bytes(status), self.sessions.grant(session, frames))
@@ -278,6 +279,7 @@ class Verbs:
 
     def flush_unsaved(self) -> None:
         """Queue for the tier below all that lives in one that does not outlive the daemon, whatever its queue's bound."""
+        self.store.flushing = True
         for tenant in self.store.directory.tenants.values():
             for page in tenant.pages.values():
                 for frame in page.frames:

@@ -41,6 +41,9 @@ class World:
         for upper, lower in zip(tiers, tiers[1:], strict=False):
             upper.below = lower
         self.tiers = tiers
+        if len(tiers) > 2:  # as HBM and a disk: what goes from one to the other goes through memory
+            tiers[0].direct = {0, *range(1, len(tiers) - 1)}
+            tiers[-1].direct = {*range(1, len(tiers))}
         self.directory = Directory(len(tiers))
         self.store = Store(self.directory, tiers, self.jobs.append)
         self.now = 0.0
@@ -96,6 +99,8 @@ class World:
                 continue
             self.write(frame, slot.key)
             pages.append(self.store.seal(frame, slot.key, reservation.namespace, slot.number, parent, pinned=pinned))
+        if pages:
+            self.store.renew(pages[-1])
         session.reservations.pop(reservation.id, None)
         self.store.run()
         return pages
