@@ -39,8 +39,11 @@ def decode_kernel(
     T: tl.constexpr, G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, W: tl.constexpr, C: tl.constexpr, U: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BATCH: tl.constexpr, KIND: tl.constexpr,
     STORED: tl.constexpr, TAG: tl.constexpr, MIXED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr, SINK: tl.constexpr, FAST: tl.constexpr, STAGES: tl.constexpr,
+    ALIBI: tl.constexpr, SINK: tl.constexpr, FAST: tl.constexpr, STAGES: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
+    if CHAIN:
+        # Lets the merge be launched now; it waits for this launch's results before it reads them.
+        tl.extra.cuda.gdc_launch_dependents()
     p = tl.program_id(0)
     HEADS: tl.constexpr = HK * BLOCKS
     PIECES: tl.constexpr = 1 if KIND == FLOAT else 4
@@ -73,13 +76,27 @@ def decode_kernel(
         slopes = tl.zeros([ROWS], tl.float32)
         if ALIBI:
             slopes = tl.load(SLOPES + h, mask=real, other=0.0) * 1.4426950408889634
+        row = TABLE + wide * s_table
         acc0 = tl.zeros([ROWS, C], tl.float32)
-        m, l, acc0, acc1, acc2, acc3, unit = attend(
-            q0, q1, factor * scale, positions, slopes, tl.full([ROWS], MASKED, tl.float32),
-            tl.zeros([ROWS], tl.float32), acc0, acc0, acc0, acc0, tl.full([], 1.0, tl.float32),
-            TABLE + wide * s_table, first, first + here, length, layer, layers, head, softcap, window,
-            HK, D, W, C, U, BLOCK, KIND, STORED, TAG, MIXED, True, T > 1, WINDOW, SOFTCAP, ALIBI, False, FAST, STAGES,
-        )  # fmt: skip
+        acc1, acc2, acc3, unit = acc0, acc0, acc0, tl.full([], 1.0, tl.float32)
+        m = tl.full([ROWS], MASKED, tl.float32)
+        l = tl.zeros([ROWS], tl.float32)
+        end = first + here
+        if not (MIXED or WINDOW):
+            # Tiles that every query token sees whole need no masks, which cost a third of a tile's instructions.
+            whole = tl.minimum(end, tl.maximum(length - T + 1, 0) // BLOCK)
+            m, l, acc0, acc1, acc2, acc3, unit = attend(
+                q0, q1, factor * scale, positions, slopes, m, l, acc0, acc1, acc2, acc3, unit, row, first, whole,
+                length, layer, layers, head, softcap, window, HK, D, W, C, U, BLOCK, KIND, STORED, TAG, MIXED, False,
+                False, WINDOW, SOFTCAP, ALIBI, False, FAST, STAGES,
+            )  # fmt: skip
+            first = tl.maximum(whole, first)
+        if first < end:
+            m, l, acc0, acc1, acc2, acc3, unit = attend(
+                q0, q1, factor * scale, positions, slopes, m, l, acc0, acc1, acc2, acc3, unit, row, first, end,
+                length, layer, layers, head, softcap, window, HK, D, W, C, U, BLOCK, KIND, STORED, TAG, MIXED, True,
+                T > 1, WINDOW, SOFTCAP, ALIBI, False, FAST, STAGES if MIXED or WINDOW else 1,
+            )  # fmt: skip
         if here == count:
             sink = tl.zeros([ROWS], tl.float32)
             if SINK:
@@ -110,7 +127,7 @@ def combine_kernel(
     LENGTHS, SINKS, OUT, LSE, PARTS, PART_LSE, window, batch, width, programs, s_ob, s_ot, s_oh,
     T: tl.constexpr, G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, C: tl.constexpr, U: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BATCH: tl.constexpr, KIND: tl.constexpr,
-    WINDOW: tl.constexpr, SINK: tl.constexpr, CHUNK: tl.constexpr,
+    WINDOW: tl.constexpr, SINK: tl.constexpr, CHUNK: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of each cut segment: program p owns the segment in which tile p * share is the first cut."""
     p = tl.program_id(0) + 1
@@ -122,6 +139,9 @@ def combine_kernel(
     total = tl.sum(counts, 0) * HEADS
     share = tl.cdiv(total, programs)
     cut = p * share
+    if CHAIN:
+        # Before any way out: what follows this launch may take its end for the end of the one before.
+        tl.extra.cuda.gdc_wait()
     if cut >= total:
         return
     sequence, start = locate(counts, ends, index, cut, HEADS)
@@ -266,18 +286,20 @@ def _launch(
     parts = torch.empty(programs * 2 * form["ROWS"] * columns, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(programs * 2 * form["ROWS"], dtype=torch.float32, device=q.device)
     width, window_arg = table.shape[1], window or 0
+    chain = programs > 1 and tuning.chains(q.device)
     decode_kernel[(programs,)](
         q, table, lengths, sinks, slopes, out, lse, parts, part_lse, scale * LOG2E, softcap or 1.0, window_arg,
         layer, layout.layers, batch, width, *q.stride()[:3], *out.stride()[:3], table.stride(0), **form, MIXED=mixed,
         WINDOW=bool(window), SOFTCAP=bool(softcap), ALIBI=slopes is not None, SINK=sinks is not None,
-        STAGES=choice.stages, num_warps=choice.warps,
+        STAGES=choice.stages, CHAIN=chain, num_warps=choice.warps,
     )  # fmt: skip
     if programs == 1:
         return
     shared = {name: form[name] for name in SHARED}
     combine_kernel[(programs - 1, min(form["ROWS"], tokens * form["G"]))](
         lengths, sinks, out, lse, parts, part_lse, window_arg, batch, width, programs, *out.stride()[:3], **shared,
-        WINDOW=bool(window), SINK=sinks is not None, CHUNK=16, num_warps=4,
+        WINDOW=bool(window), SINK=sinks is not None, CHUNK=16, CHAIN=chain,
+        num_warps=4, launch_pdl=chain,
     )  # fmt: skip
 
 

@@ -28,8 +28,10 @@ def mla_kernel(
     QL, QR, TABLE, LENGTHS, OUT, LSE, PARTS, PART_LSE, scale, layer, batch, width,
     s_lb, s_lt, s_lh, s_rb, s_rt, s_rh, s_ob, s_ot, s_oh, s_table,
     T: tl.constexpr, G: tl.constexpr, D: tl.constexpr, R: tl.constexpr, U: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BATCH: tl.constexpr, STORED: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BATCH: tl.constexpr, STORED: tl.constexpr, STAGES: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
+    if CHAIN:
+        tl.extra.cuda.gdc_launch_dependents()
     p = tl.program_id(0)
     SPAN: tl.constexpr = U % BLOCK != 0
     index = tl.arange(0, BATCH)
@@ -154,15 +156,18 @@ def mla(
     parts = torch.empty(programs * 2 * form["ROWS"] * latent, dtype=torch.float32, device=ql.device)
     part_lse = torch.empty(programs * 2 * form["ROWS"], dtype=torch.float32, device=ql.device)
     width = table.shape[1]
+    chain = programs > 1 and tuning.chains(ql.device)
     mla_kernel[(programs,)](
         ql, qr, table, lengths, out4, lse, parts, part_lse, scale * LOG2E, layer, batch, width, *ql.stride()[:3],
-        *qr.stride()[:3], *out4.stride()[:3], table.stride(0), **form, STAGES=choice.stages, num_warps=choice.warps,
+        *qr.stride()[:3], *out4.stride()[:3], table.stride(0), **form, STAGES=choice.stages, CHAIN=chain,
+        num_warps=choice.warps,
     )  # fmt: skip
     if programs > 1:
         shared = {name: form[name] for name in ("T", "G", "D", "U", "BLOCK", "ROWS", "BLOCKS", "BATCH")}
         combine_kernel[(programs - 1, min(form["ROWS"], tokens * heads))](
             lengths, None, out4, lse, parts, part_lse, 0, batch, width, programs, *out4.stride()[:3], **shared, HK=1,
-            C=latent, KIND=FLOAT.value, WINDOW=False, SINK=False, CHUNK=8, num_warps=4,
+            C=latent, KIND=FLOAT.value, WINDOW=False, SINK=False, CHUNK=8, CHAIN=chain,
+            num_warps=4, launch_pdl=chain,
         )  # fmt: skip
     return out, lse
 

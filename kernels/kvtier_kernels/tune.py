@@ -43,16 +43,15 @@ def candidates(kernel: str, dtype: str) -> list[Candidate]:
 
     if kernel == "decode":
         if dtype in ("bfloat16", "float16"):
-            found = grid(block=[64], warps=[4], stages=[3], per_sm=[3, 6])
-            found += grid(block=[64], warps=[4], stages=[4], per_sm=[2, 4])
-            return (
-                found
-                + grid(block=[32], warps=[4], stages=[4, 5], per_sm=[4])
-                + grid(block=[64], warps=[8], stages=[3], per_sm=[3])
-            )
-        return grid(block=[64], warps=[4], stages=[3, 4], per_sm=[3, 6]) + grid(
-            block=[64], warps=[8], stages=[3, 4], per_sm=[2]
+            found = grid(block=[64], warps=[4], stages=[3], per_sm=[3])
+            found += grid(block=[64], warps=[4], stages=[4], per_sm=[2])
+            found += grid(block=[32], warps=[2], stages=[3, 4], per_sm=[4, 5])
+            return found + grid(block=[64], warps=[2], stages=[3], per_sm=[3])
+        found = grid(block=[64], warps=[4], stages=[3], per_sm=[3]) + grid(
+            block=[64], warps=[2], stages=[3, 4], per_sm=[4]
         )
+        found += grid(block=[32], warps=[2], stages=[4], per_sm=[5])
+        return found + grid(block=[32, 64], warps=[1], stages=[3, 4], per_sm=[8])
     if kernel == "prefill":
         found = grid(block=[64], warps=[8], stages=[2, 3, 4], rows=[128])
         return (

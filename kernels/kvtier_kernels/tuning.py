@@ -122,6 +122,11 @@ def multiprocessors(device: Device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def chains(device: Device) -> bool:
+    """Whether a launch may be started before the one it depends on ends (programmatic dependent launch)."""
+    return (isinstance(device, int) or not interpreting()) and capability(device) >= 90
+
+
 def record_path() -> Path:
     """Where measured choices are kept."""
     named = os.environ.get("KVTIER_KERNELS_TUNING")

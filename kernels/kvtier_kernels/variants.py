@@ -47,7 +47,7 @@ def variants(capability: int) -> Iterator[Variant]:
     for heads in (16, 128):
         for unit in (16, 64):
             yield mla_variant(capability, heads, unit)
-    yield combine_variant()
+    yield combine_variant(capability)
     yield merge_variant()
     float_layout = _layout()
     for dtype in ("float8_e4m3fn", "int8", "int4"):
@@ -86,6 +86,7 @@ def attention_variant(
     if kernel == "decode":
         choice = tuning.decode(layout, tokens * group, capability)
         constants |= decode.shape(layout, tokens, group, 64, choice, capability)
+        constants["CHAIN"] = tuning.chains(capability)
         types |= _types(PARTS="*fp32", PART_LSE="*fp32", batch="i32", s_qb="i32", s_ob="i32")
         function: Any = decode.decode_kernel
     else:
@@ -104,11 +105,11 @@ def mla_variant(capability: int, heads: int, unit: int) -> Variant:
     types = _types(QL="*bf16", QR="*bf16", TABLE="*i64", LENGTHS="*i32", OUT="*bf16", LSE="*fp32", PARTS="*fp32")
     types |= _types(PART_LSE="*fp32", scale="fp32", layer="i32", batch="i32", width="i32", s_table="i32")
     types |= {f"s_{tensor}{axis}": "i32" for tensor in "lro" for axis in "bth"}
-    constants = mla.shape(layout, 1, heads, 8, choice) | {"STAGES": choice.stages}
+    constants = mla.shape(layout, 1, heads, 8, choice) | {"STAGES": choice.stages, "CHAIN": tuning.chains(capability)}
     return Variant(f"mla heads {heads} unit {unit}", mla.mla_kernel, types, constants, {"num_warps": choice.warps})
 
 
-def combine_variant() -> Variant:
+def combine_variant(capability: int) -> Variant:
     layout = _layout()
     form = decode.shape(layout, 1, 8, 64, tuning.decode(layout, 8, 90), 90)
     constants = {name: form[name] for name in decode.SHARED} | {
