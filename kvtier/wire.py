@@ -305,9 +305,9 @@ def decode_request(data: bytes) -> Request:
     try:
         if not isinstance(parts, list) or not parts:
             raise ProtocolError("a request is a non-empty array")
-        if parts[0] != VERSION:
+        if type(parts[0]) is not int or parts[0] != VERSION:
             raise ProtocolError(
-                f"this daemon speaks version {VERSION} and was sent {parts[0]!r:.40}; use a client of the same release"
+                f"this daemon speaks version {VERSION} and was sent {_brief(parts[0])}; use a client of the same release"
             )
         if len(parts) != 5:
             raise ProtocolError(f"a request has 5 parts, this one {len(parts)}")
@@ -320,7 +320,7 @@ def decode_request(data: bytes) -> Request:
             raise ProtocolError(f"the timeout must be a number of seconds from 0 to {MAX_TIMEOUT:.0f}")
         kind = REQUESTS.get(verb) if isinstance(verb, str) else None
         if kind is None:
-            raise ProtocolError(f"no verb {verb!r:.40}; there are {', '.join(REQUESTS)}")
+            raise ProtocolError(f"no verb {_brief(verb)}; there are {', '.join(REQUESTS)}")
         return Request(request_id, verb, timeout, convert(body, kind))
     except KvtierError as error:
         error.request_id = request_id
@@ -333,7 +333,7 @@ def encode_reply(request_id: int, epoch: int, notices: int, code: str, body: Any
 
 def decode_reply(data: bytes) -> Reply:
     parts = unpack(data)
-    if not isinstance(parts, list) or len(parts) != 6 or parts[0] != VERSION:
+    if not isinstance(parts, list) or len(parts) != 6 or type(parts[0]) is not int or parts[0] != VERSION:
         raise ProtocolError(f"a reply of another version than {VERSION}; use a client of the daemon's release")
     return Reply(*parts[1:])
 
@@ -355,6 +355,11 @@ def convert(value: Any, kind: type[BodyT]) -> BodyT:
         return msgspec.convert(value, kind, builtin_types=(bytes,))
     except msgspec.ValidationError as error:
         raise ProtocolError(f"{kind.__name__.lower()}: {error}") from error
+
+
+def _brief(value: Any) -> str:
+    """For an error message: what was sent, or only its type where it is nested (its repr might not end well)."""
+    return f"{value!r:.40}" if isinstance(value, (str, int, float, bytes, bool, type(None))) else type(value).__name__
 
 
 def pack_handles(handles: Iterable[tuple[int, int, int, int]]) -> bytes:
