@@ -89,13 +89,14 @@ def attention(
     slopes: torch.Tensor | None,
     window: int | None,
     softcap: float | None,
+    scale: float | None,
     check: bool | None,
 ) -> None:
     """Everything decode refuses; q is `[batch, tokens, heads, head_dim]`."""
     layout = all_layouts[0]
     if q.dim() != 4:
         raise InvalidRequest(f"q has shape {tuple(q.shape)}: want [batch, heads, dim] or [batch, tokens, heads, dim]")
-    queries(q, layout, all_layouts, layer, sinks, slopes, window, softcap)
+    queries(q, layout, all_layouts, layer, sinks, slopes, window, softcap, scale)
     table(entries, lengths, q.shape[0], layout.unit_tokens)
     same_device(q, table=entries, lengths=lengths, sinks=sinks, slopes=slopes)
     blocks = -(-q.shape[1] * (q.shape[2] // layout.kv_heads) // 64) * layout.kv_heads
@@ -115,6 +116,7 @@ def queries(
     slopes: torch.Tensor | None,
     window: int | None,
     softcap: float | None,
+    scale: float | None,
 ) -> None:
     """What decode and prefill refuse alike."""
     layouts(all_layouts, layer)
@@ -130,6 +132,8 @@ def queries(
         raise InvalidRequest(f"slopes are {slopes.dtype}: want float32")
     if window is not None and window < 1:
         raise InvalidRequest(f"window is {window}: it counts the keys a token sees, itself included; None for all")
+    if scale is not None and not scale > 0:
+        raise InvalidRequest(f"scale is {scale}: it must be above 0")
     if softcap is not None and not softcap > 0:
         raise InvalidRequest(f"softcap is {softcap}: it must be above 0; None for none")
 

@@ -23,11 +23,11 @@ from kvtier_kernels import checks, tuning
 from kvtier_kernels.addressing import layouts_of, tag_of
 from kvtier_kernels.merge import merge_states
 from kvtier_kernels.plan import locate, pick, spans
-from kvtier_kernels.tiles import FLOAT, MASKED, attend, load_queries, piece_dim, settle
+from kvtier_kernels.tiles import MASKED, attend, load_queries, piece_dim, settle
 
 LOG2E = 1.4426950408889634
 MOST_ROWS = 64
-SHARED = ("T", "G", "HK", "D", "C", "U", "BLOCK", "ROWS", "BLOCKS", "BATCH", "KIND")
+SHARED = ("T", "G", "HK", "D", "C", "U", "BLOCK", "ROWS", "BLOCKS", "BATCH", "PIECES", "KIND")
 """Constants that `combine_kernel` must have as `decode_kernel` had them."""
 _PLAIN = ["layer", "layers", "batch", "width", "window"]
 
@@ -37,7 +37,7 @@ def decode_kernel(
     Q, TABLE, LENGTHS, SINKS, SLOPES, OUT, LSE, PARTS, PART_LSE, scale, softcap, window, layer, layers, batch, width,
     s_qb, s_qt, s_qh, s_ob, s_ot, s_oh, s_table,
     T: tl.constexpr, G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, W: tl.constexpr, C: tl.constexpr, U: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BATCH: tl.constexpr, KIND: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BATCH: tl.constexpr, PIECES: tl.constexpr, KIND: tl.constexpr,
     STORED: tl.constexpr, TAG: tl.constexpr, MIXED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, SINK: tl.constexpr, FAST: tl.constexpr, STAGES: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
@@ -46,7 +46,6 @@ def decode_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     p = tl.program_id(0)
     HEADS: tl.constexpr = HK * BLOCKS
-    PIECES: tl.constexpr = 1 if KIND == FLOAT else 4
     index = tl.arange(0, BATCH)
     lens, firsts, counts = spans(LENGTHS, index, batch, width, T, window, U, BLOCK, WINDOW)
     ends = tl.cumsum(counts, 0)
@@ -87,14 +86,14 @@ def decode_kernel(
             whole = tl.minimum(end, tl.maximum(length - T + 1, 0) // BLOCK)
             m, l, acc0, acc1, acc2, acc3, unit = attend(
                 q0, q1, factor * scale, positions, slopes, m, l, acc0, acc1, acc2, acc3, unit, row, first, whole,
-                length, layer, layers, head, softcap, window, HK, D, W, C, U, BLOCK, KIND, STORED, TAG, MIXED, False,
+                length, layer, layers, head, softcap, window, HK, D, W, C, U, BLOCK, PIECES, KIND, STORED, TAG, MIXED, False,
                 False, WINDOW, SOFTCAP, ALIBI, False, FAST, STAGES,
             )  # fmt: skip
             first = tl.maximum(whole, first)
         if first < end:
             m, l, acc0, acc1, acc2, acc3, unit = attend(
                 q0, q1, factor * scale, positions, slopes, m, l, acc0, acc1, acc2, acc3, unit, row, first, end,
-                length, layer, layers, head, softcap, window, HK, D, W, C, U, BLOCK, KIND, STORED, TAG, MIXED, True,
+                length, layer, layers, head, softcap, window, HK, D, W, C, U, BLOCK, PIECES, KIND, STORED, TAG, MIXED, True,
                 T > 1, WINDOW, SOFTCAP, ALIBI, False, FAST, STAGES if MIXED or WINDOW else 1,
             )  # fmt: skip
         if here == count:
@@ -104,8 +103,9 @@ def decode_kernel(
             norm, lse = settle(m, l, unit, sink, SINK)
             out = OUT + wide * s_ob + t.to(tl.int64) * s_ot + h.to(tl.int64) * s_oh
             store_piece(out, acc0 * norm[:, None], real, 0, D, C, PIECES, KIND)
-            if PIECES == 4:
+            if PIECES >= 2:
                 store_piece(out, acc1 * norm[:, None], real, 1, D, C, PIECES, KIND)
+            if PIECES == 4:
                 store_piece(out, acc2 * norm[:, None], real, 2, D, C, PIECES, KIND)
                 store_piece(out, acc3 * norm[:, None], real, 3, D, C, PIECES, KIND)
             tl.store(LSE + (wide * T + t) * (HK * G) + h, lse * 0.6931471805599453, mask=real)
@@ -114,8 +114,9 @@ def decode_kernel(
             slot = (p * 2 + (tile > p * share).to(tl.int32)).to(tl.int64) * ROWS + r
             parts = PARTS + slot[:, None] * (PIECES * C) + c[None, :]
             tl.store(parts, acc0 * norm[:, None])
-            if PIECES == 4:
+            if PIECES >= 2:
                 tl.store(parts + C, acc1 * norm[:, None])
+            if PIECES == 4:
                 tl.store(parts + 2 * C, acc2 * norm[:, None])
                 tl.store(parts + 3 * C, acc3 * norm[:, None])
             tl.store(PART_LSE + slot, lse)
@@ -126,7 +127,7 @@ def decode_kernel(
 def combine_kernel(
     LENGTHS, SINKS, OUT, LSE, PARTS, PART_LSE, window, batch, width, programs, s_ob, s_ot, s_oh,
     T: tl.constexpr, G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, C: tl.constexpr, U: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BATCH: tl.constexpr, KIND: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BATCH: tl.constexpr, PIECES: tl.constexpr, KIND: tl.constexpr,
     WINDOW: tl.constexpr, SINK: tl.constexpr, CHUNK: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of each cut segment: program p owns the segment in which tile p * share is the first cut."""
@@ -154,7 +155,6 @@ def combine_kernel(
     if query >= T * G:
         return
     last = (begin + count - 1) // share
-    PIECES: tl.constexpr = 1 if KIND == FLOAT else 4
     each = tl.arange(0, CHUNK)
     x = tl.arange(0, PIECES * C)
     m = tl.full([], MASKED, tl.float32)
@@ -181,8 +181,8 @@ def combine_kernel(
     norm, total_lse = settle(m, l, 1.0, sink, SINK)
     out = OUT + sequence.to(tl.int64) * s_ob + t * s_ot + h * s_oh
     column = x % C
-    dim = piece_dim(x // C, column, D, KIND)
-    lanes = column < (D if KIND == FLOAT else D // 4)
+    dim = piece_dim(x // C, column, D, KIND, PIECES)
+    lanes = column < D // PIECES
     tl.store(out + dim, (acc * norm).to(OUT.dtype.element_ty), mask=lanes)
     tl.store(LSE + (sequence.to(tl.int64) * T + t) * (HK * G) + h, total_lse * 0.6931471805599453)
 
@@ -194,7 +194,7 @@ def store_piece(
     """One accumulator of a tile, to the rows at pointers `out`."""
     c = tl.arange(0, C)
     lanes = real[:, None] & (c < D // PIECES)[None, :]
-    dim = piece_dim(PIECE, c, D, KIND)
+    dim = piece_dim(PIECE, c, D, KIND, PIECES)
     tl.store(out[:, None] + dim[None, :], acc.to(out.dtype.element_ty), mask=lanes)
 
 
@@ -239,7 +239,7 @@ def decode(
     squeeze = q.dim() == 3
     q4 = q[:, None] if squeeze else q
     layouts = layouts_of(layout, precisions)
-    checks.attention(q4, table, lengths, layouts, layer, sinks, slopes, window, softcap, check)
+    checks.attention(q4, table, lengths, layouts, layer, sinks, slopes, window, softcap, scale, check)
     batch, tokens, heads, dim = q4.shape
     out = checks.output(out, q, q.dtype, "out")
     lse = checks.output(lse, q[..., 0], torch.float32, "lse", contiguous=True)
@@ -282,7 +282,7 @@ def _launch(
     choice = tuning.decode(layout, tokens * (heads // layout.kv_heads), q.device)
     programs = programs or choice.programs
     form = shape(layout, tokens, heads // layout.kv_heads, batch, choice, q.device)
-    columns = form["C"] * (1 if form["KIND"] == FLOAT.value else 4)
+    columns = form["C"] * form["PIECES"]
     parts = torch.empty(programs * 2 * form["ROWS"] * columns, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(programs * 2 * form["ROWS"], dtype=torch.float32, device=q.device)
     width, window_arg = table.shape[1], window or 0
@@ -310,13 +310,15 @@ def shape(
     stored = tuning.stored(layout.dtype, device)
     rows = max(16, triton.next_power_of_2(tokens * group))
     rows = min(rows, MOST_ROWS)
+    pieces = stored.pieces(words=rows <= 32)
     return {
         "T": tokens,
         "G": group,
         "HK": layout.kv_heads,
         "D": layout.head_dim,
-        "W": stored.width(layout.head_dim),
-        "C": stored.columns(layout.head_dim),
+        "W": tuning.padded(layout.head_dim // (2 if layout.dtype == "int4" else 1)),
+        "C": tuning.padded(layout.head_dim // pieces),
+        "PIECES": pieces,
         "U": layout.unit_tokens,
         "BLOCK": choice.block,
         "ROWS": rows,

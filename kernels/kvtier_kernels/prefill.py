@@ -23,7 +23,7 @@ from kvtier_kernels import checks, tuning
 from kvtier_kernels.addressing import layouts_of, tag_of
 from kvtier_kernels.decode import LOG2E, store_piece
 from kvtier_kernels.merge import merge_states
-from kvtier_kernels.tiles import FLOAT, MASKED, attend, load_queries, settle
+from kvtier_kernels.tiles import FLOAT, MASKED, attend, attend_whole, load_queries, settle
 
 
 @triton.jit(do_not_specialize=["layer", "layers", "width", "window"])
@@ -31,12 +31,11 @@ def prefill_kernel(
     Q, CU, TABLE, LENGTHS, SINKS, SLOPES, OUT, LSE, scale, softcap, window, layer, layers, width,
     s_qt, s_qh, s_ot, s_oh, s_table,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, W: tl.constexpr, C: tl.constexpr, U: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, STORED: tl.constexpr, TAG: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr, KIND: tl.constexpr, STORED: tl.constexpr, TAG: tl.constexpr,
     MIXED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINK: tl.constexpr,
     FAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     TOKENS: tl.constexpr = ROWS // G
-    PIECES: tl.constexpr = 1 if KIND == FLOAT else 4
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
@@ -67,15 +66,22 @@ def prefill_kernel(
     if WINDOW:
         first = tl.maximum(context + block * TOKENS - window + 1, 0) // BLOCK
     elif not MIXED:
-        m, l, acc0, acc1, acc2, acc3, unit = attend(
-            q0, q1, factor * scale, positions, slopes, m, l, acc0, acc1, acc2, acc3, unit, row, first, whole, length,
-            layer, layers, head, softcap, window, HK, D, W, C, U, BLOCK, KIND, STORED, TAG, MIXED, False, False,
-            WINDOW, SOFTCAP, ALIBI, True, FAST, STAGES,
-        )  # fmt: skip
+        if KIND == FLOAT and not SOFTCAP and not ALIBI:
+            if whole > 0:
+                m, l, acc0 = attend_whole(
+                    q0, factor * scale, m, l, acc0, row, first, whole, length, layer, head, HK, D, W, U, BLOCK, STORED,
+                    STAGES,
+                )  # fmt: skip
+        else:
+            m, l, acc0, acc1, acc2, acc3, unit = attend(
+                q0, q1, factor * scale, positions, slopes, m, l, acc0, acc1, acc2, acc3, unit, row, first, whole,
+                length, layer, layers, head, softcap, window, HK, D, W, C, U, BLOCK, PIECES, KIND, STORED, TAG, MIXED,
+                False, False, WINDOW, SOFTCAP, ALIBI, True, FAST, STAGES,
+            )  # fmt: skip
         first = whole
     m, l, acc0, acc1, acc2, acc3, unit = attend(
         q0, q1, factor * scale, positions, slopes, m, l, acc0, acc1, acc2, acc3, unit, row, first, last, length,
-        layer, layers, head, softcap, window, HK, D, W, C, U, BLOCK, KIND, STORED, TAG, MIXED, True, True,
+        layer, layers, head, softcap, window, HK, D, W, C, U, BLOCK, PIECES, KIND, STORED, TAG, MIXED, True, True,
         WINDOW, SOFTCAP, ALIBI, True, FAST, STAGES,
     )  # fmt: skip
     sink = tl.zeros([ROWS], tl.float32)
@@ -84,8 +90,9 @@ def prefill_kernel(
     norm, lse = settle(m, l, unit, sink, SINK)
     out = OUT + at * s_ot + h * s_oh
     store_piece(out, acc0 * norm[:, None], real, 0, D, C, PIECES, KIND)
-    if PIECES == 4:
+    if PIECES >= 2:
         store_piece(out, acc1 * norm[:, None], real, 1, D, C, PIECES, KIND)
+    if PIECES == 4:
         store_piece(out, acc2 * norm[:, None], real, 2, D, C, PIECES, KIND)
         store_piece(out, acc3 * norm[:, None], real, 3, D, C, PIECES, KIND)
     tl.store(LSE + at * (HK * G) + h, lse * 0.6931471805599453, mask=real)
@@ -122,7 +129,7 @@ def prefill(
     layouts = layouts_of(layout, precisions)
     if q.dim() != 3:
         raise InvalidRequest(f"q has shape {tuple(q.shape)}: want [queries, heads, head_dim]")
-    checks.queries(q, layout, layouts, layer, sinks, slopes, window, softcap)
+    checks.queries(q, layout, layouts, layer, sinks, slopes, window, softcap, scale)
     checks.table(table, lengths, table.shape[0], layout.unit_tokens)
     checks.same_device(q, cu_q=cu_q, table=table, lengths=lengths, sinks=sinks, slopes=slopes)
     checks.ragged(cu_q, len(lengths), len(q), most_queries, lengths, checks.bounds(table, lengths, layouts, check))
@@ -178,12 +185,14 @@ def _launch(
 def shape(layout: AttentionLayout, group: int, choice: tuning.Choice, device: tuning.Device) -> dict[str, Any]:
     """The constants that a variant of the kernel is compiled for."""
     stored = tuning.stored(layout.dtype, device)
+    pieces = stored.pieces(words=False)
     return {
         "G": group,
         "HK": layout.kv_heads,
         "D": layout.head_dim,
-        "W": stored.width(layout.head_dim),
-        "C": stored.columns(layout.head_dim),
+        "W": tuning.padded(layout.head_dim // (2 if layout.dtype == "int4" else 1)),
+        "C": tuning.padded(layout.head_dim // pieces),
+        "PIECES": pieces,
         "U": layout.unit_tokens,
         "BLOCK": choice.block,
         "ROWS": choice.rows,

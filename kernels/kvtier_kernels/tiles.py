@@ -266,10 +266,10 @@ def load_scales(
 
 
 @triton.jit
-def piece_dim(piece, column, D: tl.constexpr, KIND: tl.constexpr):
+def piece_dim(piece, column, D: tl.constexpr, KIND: tl.constexpr, PIECES: tl.constexpr):
     """The head dim that a column of an accumulator holds; `piece` says which of the accumulators."""
-    if KIND == FLOAT:
-        return column
+    if PIECES <= 2:
+        return piece * (D // PIECES) + column
     elif KIND == INT4:
         return (piece // 2) * (D // 2) + 2 * column + piece % 2
     else:
@@ -281,15 +281,16 @@ def attend(
     q0, q1, factor, positions, slopes, m, l, acc0, acc1, acc2, acc3, unit,
     row, first, last, length, layer, layers, head, softcap, window,
     HK: tl.constexpr, D: tl.constexpr, W: tl.constexpr, C: tl.constexpr, U: tl.constexpr, BLOCK: tl.constexpr,
-    KIND: tl.constexpr, STORED: tl.constexpr, TAG: tl.constexpr, MIXED: tl.constexpr, EDGE: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SCALE_KEYS: tl.constexpr,
+    PIECES: tl.constexpr, KIND: tl.constexpr, STORED: tl.constexpr, TAG: tl.constexpr, MIXED: tl.constexpr,
+    EDGE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SCALE_KEYS: tl.constexpr,
     FAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Fold tiles `first` to `last` of a sequence into the state (m, l, acc0 to acc3, unit) and return it.
 
     `row` points to the sequence's table row; the caller keeps `length` within it. `factor` takes a product of queries
-    and codes to base-2 logits. `unit` is the V scale that the accumulators are counted in. Float units use acc0 alone,
-    quantised ones all four; `piece_dim` says what they hold. EDGE: tiles may pass the length, and are then masked
+    and codes to base-2 logits. `unit` is the V scale that the accumulators are counted in. Float units use acc0 alone.
+    Quantised ones use all four where PIECES is 4, which suits few rows; else acc0, and for int4 acc1. `piece_dim` says
+    what they hold. EDGE: tiles may pass the length, and are then masked
     before they are loaded: what lies in an unused slot may be NaN, and zero times NaN is NaN.
     """
     SPAN: tl.constexpr = U % BLOCK != 0
@@ -297,8 +298,8 @@ def attend(
     WIDTH: tl.constexpr = D // 2 if KIND == INT4 else D  # stored elements of a row
     HEAD: tl.constexpr = U * WIDTH * (STORED.primitive_bitwidth // 8)
     CARRY: tl.constexpr = KIND != FLOAT and not (KIND == INT4 and SPAN)
-    WORD: tl.constexpr = STORED if KIND == FLOAT else (tl.int16 if KIND == INT4 else tl.int32)
-    WORDS: tl.constexpr = D if KIND == FLOAT else D // 4  # of a row
+    WORD: tl.constexpr = STORED if PIECES < 4 else (tl.int16 if KIND == INT4 else tl.int32)
+    WORDS: tl.constexpr = D // PIECES  # of a row of V
     d = tl.arange(0, W)
     c = tl.arange(0, C)
     n0 = tl.arange(0, BLOCK)
@@ -379,9 +380,9 @@ def attend(
         l = l * fade + tl.sum(p, 1)
         m = top
         if GUARD:
-            v = tl.load(v_at, mask=alive[:, None] & (c < WORDS)[None, :], other=0)
+            v = tl.load(v_at, mask=alive[:, None] & (c < WORDS)[None, :], other=0.0)
         elif WORDS != C:
-            v = tl.load(v_at, mask=(c < WORDS)[None, :], other=0)
+            v = tl.load(v_at, mask=(c < WORDS)[None, :], other=0.0)
         else:
             v = tl.load(v_at)
         if KIND == FLOAT:
@@ -399,11 +400,18 @@ def attend(
                 fade = fade * (unit / tile)
                 unit = tile
                 weights = p.to(tl.float16)
-            v0, v1, v2, v3 = split_words(v, KIND, STORED.is_fp8(), FAST)
-            acc0 = tl.dot(weights, v0, acc0 * fade[:, None])
-            acc1 = tl.dot(weights, v1, acc1 * fade[:, None])
-            acc2 = tl.dot(weights, v2, acc2 * fade[:, None])
-            acc3 = tl.dot(weights, v3, acc3 * fade[:, None])
+            if PIECES == 1:
+                acc0 = tl.dot(weights, widen(v, KIND, tl.float16, FAST), acc0 * fade[:, None])
+            elif PIECES == 2:
+                low, high = widen_nibbles(v, FAST)
+                acc0 = tl.dot(weights, low, acc0 * fade[:, None])
+                acc1 = tl.dot(weights, high, acc1 * fade[:, None])
+            else:
+                v0, v1, v2, v3 = split_words(v, KIND, STORED.is_fp8(), FAST)
+                acc0 = tl.dot(weights, v0, acc0 * fade[:, None])
+                acc1 = tl.dot(weights, v1, acc1 * fade[:, None])
+                acc2 = tl.dot(weights, v2, acc2 * fade[:, None])
+                acc3 = tl.dot(weights, v3, acc3 * fade[:, None])
         if CARRY:
             alive = n + BLOCK < length
             if MIXED:
@@ -412,6 +420,59 @@ def attend(
             ahead = tl.load(row + entry_index(j + 2, n0, end, U, BLOCK))
         entry = tl.load(row + entry_index(j + 1, n0, end, U, BLOCK))
     return m, l, acc0, acc1, acc2, acc3, unit
+
+
+@triton.jit
+def attend_whole(
+    q, factor, m, l, acc, row, first, last, length, layer, head,
+    HK: tl.constexpr, D: tl.constexpr, W: tl.constexpr, U: tl.constexpr, BLOCK: tl.constexpr, STORED: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """`attend` for many rows over whole tiles of float units, without options: what nearly all of a prefill is.
+
+    Scores of the next tile are multiplied while this tile's softmax is worked out, which keeps the matrix units busy
+    (the pipelining within a warpgroup of FlashAttention-3, Shah et al. 2024). The scores of tile `last` are computed
+    for nothing, from whatever its slots hold, and dropped. `factor` must be positive.
+    """
+    d = tl.arange(0, W)
+    n0 = tl.arange(0, BLOCK)
+    HEAD: tl.constexpr = U * D * (STORED.primitive_bitwidth // 8)
+    at = (layer.to(tl.int64) * (2 * HK) + head) * HEAD
+    end = tl.maximum(length - 1, 0)
+    here = tl.load(row + entry_index(first, n0, end, U, BLOCK))
+    ahead = tl.load(row + entry_index(first + 1, n0, end, U, BLOCK))
+    k = load_whole(here, at, first, n0, d, D, W, U, BLOCK, STORED)
+    s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+    for j in tl.range(first, last, num_stages=STAGES):
+        k = load_whole(ahead, at, j + 1, n0, d, D, W, U, BLOCK, STORED)
+        coming = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        top = tl.maximum(m, tl.max(s, 1) * factor)
+        p = tl.exp2(s * factor - top[:, None])
+        fade = tl.exp2(m - top)
+        l = l * fade + tl.sum(p, 1)
+        m = top
+        v = load_whole(here, at + HK * HEAD, j, n0, d, D, W, U, BLOCK, STORED)
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
+        s = coming
+        here = tl.load(row + entry_index(j + 1, n0, end, U, BLOCK))
+        ahead = tl.load(row + entry_index(j + 2, n0, end, U, BLOCK))
+    return m, l, acc
+
+
+@triton.jit
+def load_whole(
+    entry, at, tile, n0, d, D: tl.constexpr, W: tl.constexpr, U: tl.constexpr, BLOCK: tl.constexpr, STORED: tl.constexpr
+):
+    """A tile of K or V of float units, none of its tokens masked."""
+    base = tl.multiple_of(((entry & ADDRESS_BITS) + at).to(tl.pointer_type(STORED)), 16)
+    if U % BLOCK != 0:
+        rows = base + ((tile * BLOCK + n0) % U) * D
+    else:
+        rows = base + ((tile * BLOCK) % U + n0) * D
+    if W != D:
+        return tl.load(rows[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
+    else:
+        return tl.load(rows[:, None] + d[None, :])
 
 
 @triton.jit

@@ -49,13 +49,16 @@ class Stored(NamedTuple):
     element: Any
     fast: bool
 
-    def width(self, head_dim: int) -> int:
-        """Columns of a tile: the head dim, or for int4 its half, padded to a power of two of at least 16."""
-        return max(16, triton.next_power_of_2(head_dim // 2 if self.kind == INT4.value else head_dim))
+    def pieces(self, words: bool) -> int:
+        """How many accumulators an output is held in: 4 where V of quantised units is read in words, else 1, int4 2."""
+        if self.kind == FLOAT.value:
+            return 1
+        return 4 if words else 2 if self.kind == INT4.value else 1
 
-    def columns(self, head_dim: int) -> int:
-        """Columns of an accumulator: the head dim, or where there are four of them its quarter, padded likewise."""
-        return max(16, triton.next_power_of_2(head_dim if self.kind == FLOAT.value else head_dim // 4))
+
+def padded(columns: int) -> int:
+    """Columns of a tile for so many of a row: a power of two, of at least the 16 that products need."""
+    return max(16, triton.next_power_of_2(columns))
 
 
 def interpreting() -> bool:

@@ -117,6 +117,7 @@ def combine_variant(capability: int) -> Variant:
         "SINK": False,
         "SINKS": None,
         "CHUNK": 16,
+        "CHAIN": tuning.chains(capability),
     }
     types = _types(LENGTHS="*i32", OUT="*bf16", LSE="*fp32", PARTS="*fp32", PART_LSE="*fp32", window="i32", batch="i32")
     types |= _types(width="i32", programs="i32", s_ob="i32", s_ot="i32", s_oh="i32")
