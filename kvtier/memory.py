@@ -1,12 +1,14 @@
 """Memory that two processes share: memfds, which have no name and so cannot outlive their users.
 
-A memfd that anyone may have mapped is never truncated: its readers would die by SIGBUS.
+A memfd that anyone may have mapped is never truncated: its readers would die by SIGBUS. It is sealed, so that none of
+those it is handed to can do it either.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 
@@ -18,11 +20,12 @@ def create_memfd(name: str, nbytes: int) -> int:
 
     Raises SlabError, with nothing left behind, where memory or a limit does not allow it.
     """
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, nbytes)
         os.posix_fallocate(fd, 0, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except OSError as error:
         os.close(fd)
         raise SlabError(
@@ -39,7 +42,7 @@ def read_only(fd: int) -> int:
 class Mapping:
     """One mapping of a memfd into this process. Safe to keep views of: it is unmapped only when none is left."""
 
-    __slots__ = ("_mmap", "address", "nbytes", "view")
+    __slots__ = ("_mmap", "address", "nbytes")
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool, populate: bool = False) -> None:
         """Maps `fd` shared; with `populate`, page tables are filled now instead of at first touch."""
@@ -50,20 +53,24 @@ class Mapping:
         except OSError as error:
             raise SlabError(f"cannot map a slab of {nbytes} bytes: {error.strerror}") from error
         self.nbytes = nbytes
-        self.view = memoryview(self._mmap)
         self.address = _address(self.view)
         with contextlib.suppress(OSError, AttributeError):
             self._mmap.madvise(mmap.MADV_DONTDUMP)
             self._mmap.madvise(mmap.MADV_HUGEPAGE)
 
+    @property
+    def view(self) -> memoryview:
+        """All of it. Raises SlabError after `close`."""
+        try:
+            return memoryview(self._mmap)
+        except ValueError:
+            raise SlabError("this slab is unmapped: nothing of it is borrowed any more") from None
+
     def close(self) -> bool:
         """Unmap; False, with the mapping still good, while anyone holds a view of it."""
         try:
-            self.view.release()
             self._mmap.close()
         except BufferError:
-            if not self._mmap.closed:
-                self.view = memoryview(self._mmap)
             return False
         return True
 

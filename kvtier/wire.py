@@ -399,23 +399,25 @@ ATTACH_HEADER = struct.Struct("<I")
 
 
 class Hello(Body):
-    """Client: open a session. `read_only` sessions get slabs that cannot be mapped for writing."""
+    """Client: open a session. `read_only` sessions get slabs that cannot be mapped for writing. `device` is the UUID
+    of the GPU that it works on; without, it is lent no GPU memory."""
 
     version: int
     name: str = ""
     read_only: bool = False
-    release: str = ""
+    device: str = ""
 
 
 class Welcome(Body):
-    """Daemon: the session is open. `token` goes into routing ids; `router` is the path to speak verbs at."""
+    """Daemon: the session is open. `token` goes into routing ids; `router` is the path to speak verbs at; of each tier,
+    its name, its medium and, if that is a GPU, the UUID."""
 
     session: int
     token: bytes
     epoch: int
     router: str
     tenant: str
-    tiers: list[tuple[str, str]]
+    tiers: list[tuple[str, str, str]]
 
 
 class WantSlab(Body):
@@ -425,11 +427,12 @@ class WantSlab(Body):
 
 
 class SlabIs(Body):
-    """Daemon: a slab of `nbytes` in `tier`; one descriptor beside it (a memfd to map)."""
+    """Daemon: a slab of `nbytes` in `tier`: with a descriptor beside it (a memfd to map), or a CUDA IPC handle in it."""
 
     slab: int
     tier: int
     nbytes: int
+    handle: bytes = b""
 
 
 class WantProbe(Body):

@@ -15,23 +15,28 @@ from typing import Any
 
 import zmq
 
-from kvtier import paths, wire
-from kvtier.errors import DaemonLost, KvtierError, ProtocolError, SlabError, from_code
+from kvtier import device, paths, wire
+from kvtier.device import Device
+from kvtier.errors import DaemonLost, InvalidRequest, KvtierError, ProtocolError, SlabError, from_code
 from kvtier.layout import Layout, probe_value
 from kvtier.memory import Mapping
+from kvtier_client.gpu import DeviceMapping
 
 _HELLO_TIMEOUT = 10.0
 
 
 class Attachment:
-    """A session with the daemon at `directory`. Raises DaemonLost where none answers."""
+    """A session with the daemon at `directory`; with `gpu`, that of a process on that GPU. Raises DaemonLost where none
+    answers."""
 
-    def __init__(self, directory: Path, *, name: str, read_only: bool) -> None:
+    def __init__(self, directory: Path, *, name: str, read_only: bool, gpu: Device | None = None) -> None:
         self.read_only = read_only
+        self.gpu = gpu
         self.lock = threading.Lock()
-        self.slabs: dict[int, Mapping] = {}
+        self.slabs: dict[int, Mapping | DeviceMapping] = {}
         self.slab_tiers: dict[int, int] = {}
         self.retired: set[int] = set()
+        self.pinned: set[int] = set()
         self.seen_notices = 0
         path = paths.socket_path(directory, paths.ATTACH_SOCKET)
         self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -40,7 +45,8 @@ class Attachment:
         self._fds: list[int] = []
         try:
             self.connection.connect(str(path))
-            welcome = self._ask(wire.Hello(wire.VERSION, name, read_only), wire.Welcome)
+            hello = wire.Hello(wire.VERSION, name, read_only, gpu.uuid if gpu is not None else "")
+            welcome = self._ask(hello, wire.Welcome)
         except (OSError, KvtierError) as error:
             self.connection.close()
             if isinstance(error, OSError):
@@ -54,16 +60,25 @@ class Attachment:
         self.epoch = welcome.epoch
         self.router = welcome.router
         self.tenant = welcome.tenant
-        self.tiers = [name for name, _ in welcome.tiers]
+        self.tiers = [name for name, _, _ in welcome.tiers]
+        self.fastest = next(
+            name
+            for name, medium, of in welcome.tiers
+            if medium == "host" or (medium == "cuda" and gpu is not None and of == gpu.uuid)
+        )
         self.pid = os.getpid()
         self._poll = select.poll()
         self._poll.register(self.connection, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+
+    def named(self, tier: str) -> str:
+        """The tier that a caller means by "cuda": its own GPU's."""
+        return self.fastest if tier == "cuda" else tier
 
     def alive(self) -> bool:
         """Whether the daemon still holds its end."""
         return not self._poll.poll(0)
 
-    def mapping(self, slab: int) -> Mapping:
+    def mapping(self, slab: int) -> Mapping | DeviceMapping:
         """The slab in this process's memory, mapped at first use. Raises SlabError, DaemonLost."""
         found = self.slabs.get(slab)
         if found is not None:
@@ -71,14 +86,31 @@ class Attachment:
         with self.lock:
             if slab not in self.slabs:
                 answer = self._ask(wire.WantSlab(slab), wire.SlabIs)
-                assert isinstance(answer, wire.SlabIs)
+                assert isinstance(answer, wire.SlabIs) and answer.slab == slab
+                self.slab_tiers[slab] = answer.tier
+                if answer.handle:
+                    assert self.gpu is not None
+                    self.slabs[slab] = DeviceMapping(answer.handle, answer.nbytes, self.gpu)
+                    return self.slabs[slab]
                 fd = self._fds.pop(0)
                 try:
                     self.slabs[slab] = Mapping(fd, answer.nbytes, writable=not self.read_only, populate=True)
                 finally:
                     os.close(fd)
-                self.slab_tiers[slab] = answer.tier
             return self.slabs[slab]
+
+    def device_address(self, slab: int) -> int:
+        """Where kernels of this process's GPU find the slab: GPU memory, or host memory, pinned at first use."""
+        mapping = self.mapping(slab)
+        if isinstance(mapping, Mapping) and slab not in self.pinned:
+            if self.gpu is None:
+                raise InvalidRequest("this client is not on a GPU: make it with Client(device=...)")
+            with self.lock:
+                if slab not in self.pinned:
+                    device.use(self.gpu.ordinal)
+                    device.pin(mapping.address, mapping.nbytes, read_only=self.read_only)
+                    self.pinned.add(slab)
+        return mapping.address
 
     def probe(self, layout: Layout) -> None:
         """Write the layout's probes where this process thinks they belong, for the daemon to check."""
@@ -102,6 +134,7 @@ class Attachment:
                 self._note(self._next())
             for slab in list(self.retired):
                 mapping = self.slabs.get(slab)
+                self._unpin(slab)
                 if mapping is None or mapping.close():
                     self.slabs.pop(slab, None)
                     self.retired.discard(slab)
@@ -111,9 +144,17 @@ class Attachment:
         self.connection.close()
         for fd in self._fds:
             os.close(fd)
-        for mapping in self.slabs.values():
+        for slab, mapping in self.slabs.items():
+            self._unpin(slab)
             mapping.close()
         self.slabs.clear()
+
+    def _unpin(self, slab: int) -> None:
+        """Before it is unmapped: what is unmapped while pinned takes the CUDA context with it."""
+        mapping = self.slabs.get(slab)
+        if slab in self.pinned and mapping is not None:
+            device.unpin(mapping.address, mapping.nbytes)
+            self.pinned.discard(slab)
 
     def _ask(self, body: wire.Body, wanted: type[wire.Body]) -> wire.Body:
         try:
@@ -128,7 +169,17 @@ class Attachment:
                     raise from_code(answer.code, answer.message)
                 self._note(answer)
         except OSError as error:
+            self._break()
             raise DaemonLost(f"the attach socket broke ({error.strerror or error})") from error
+        except BaseException as error:
+            if not isinstance(error, KvtierError) or isinstance(error, DaemonLost | ProtocolError):
+                self._break()
+            raise
+
+    def _break(self) -> None:
+        """An answer is outstanding, and would be taken for the next one's: nothing more can be asked here."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def _note(self, body: wire.Body) -> None:
         if isinstance(body, wire.Retire):

@@ -26,6 +26,7 @@ class Channel:
 
     def __init__(self, context: zmq.Context[Any], router: str, token: bytes, number: int, epoch: int) -> None:
         self.number = number
+        self.token = token
         self.epoch = epoch
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.IDENTITY, token + number.to_bytes(4, "little"))

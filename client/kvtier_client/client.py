@@ -22,6 +22,7 @@ from kvtier.errors import DaemonLost, DeadlineExceeded, ForkedClient, KvtierErro
 from kvtier.keys import Namespace
 from kvtier.layout import Layout
 from kvtier.sizes import parse_size
+from kvtier_client import gpu
 from kvtier_client.attachment import Attachment, Context
 from kvtier_client.channel import Channel
 from kvtier_client.namespace import NamespaceClient
@@ -36,13 +37,19 @@ ResultT = TypeVar("ResultT")
 
 class Client:
     """Attached to the daemon at `endpoint`: a runtime directory, else `KVTIER_ENDPOINT`, else the user's own daemon,
-    else the system's. `name` is what the operator sees in `kvtier sessions`.
+    else the system's. `name` is what the operator sees in `kvtier sessions`. With `device` (an ordinal of this process,
+    "cuda:0", or a UUID) it is lent GPU memory of that GPU and its peers, and addresses that kernels there can read.
 
     Raises DaemonLost when there is none. A context manager; `close` gives everything back.
     """
 
     def __init__(
-        self, endpoint: str | os.PathLike[str] | None = None, *, name: str = "", read_only: bool = False
+        self,
+        endpoint: str | os.PathLike[str] | None = None,
+        *,
+        name: str = "",
+        read_only: bool = False,
+        device: int | str | None = None,
     ) -> None:
         self.directory: Path = paths.find_endpoint(endpoint)
         self.name = name or os.path.basename(os.environ.get("_", "")) or "python"
@@ -54,7 +61,9 @@ class Client:
         self._closed = False
         self._failures = 0
         self._next_try = 0.0
-        self._attachment: Attachment | None = Attachment(self.directory, name=self.name, read_only=read_only)
+        self.gpu = gpu.find(device)
+        self._deferred: list[tuple[Any, Attachment, int]] = []
+        self._attachment: Attachment | None = self._attach()
 
     # What is asked for
 
@@ -114,6 +123,7 @@ class Client:
             return
         attachment = self._attachment
         if attachment is not None:
+            self._release_deferred(wait=True)
             with contextlib.suppress(KvtierError):
                 self.on(attachment, "detach", wire.Detach(), timeout=0.5)
         self._closed = True
@@ -169,9 +179,35 @@ class Client:
         """The attachment, made anew if the daemon was lost. Raises DaemonLost."""
         return self._attached()
 
-    def release_lease(self, attachment: Attachment, lease: int) -> None:
+    def release_lease(self, attachment: Attachment, lease: int, after: Any = None) -> None:
+        """Release now, or, once what `after` was given is done, with a later call."""
+        if after is not None:
+            self._deferred.append((gpu.event(after), attachment, lease))
+            return
         with contextlib.suppress(DaemonLost):
             self.on(attachment, "release", wire.Release(wire.pack_u64([lease])))
+
+    def _release_deferred(self, *, wait: bool = False) -> None:
+        """Release the leases whose kernels are done (`wait`: all of them, when they are)."""
+        with self._lock:
+            deferred, self._deferred = self._deferred, []
+        due: list[int] = []
+        for event, attachment, lease in deferred:
+            if wait:
+                event.synchronize()
+            if attachment is not self._attachment:
+                continue
+            if wait or gpu.passed(event):
+                due.append(lease)
+            else:
+                self._deferred.append((event, attachment, lease))
+        current = self._attachment
+        if due and current is not None:
+            with contextlib.suppress(DaemonLost):
+                self.on(current, "release", wire.Release(wire.pack_u64(due)))
+
+    def _attach(self) -> Attachment:
+        return Attachment(self.directory, name=self.name, read_only=self.read_only, gpu=self.gpu)
 
     def put_back(self, attachment: Attachment, channel: Channel, reply: wire.Reply) -> None:
         """A channel has its answer: keep it for the next call, and hear what the daemon wants."""
@@ -181,6 +217,8 @@ class Client:
             channel.close()
         if reply.notices != attachment.seen_notices or attachment.retired:
             attachment.notice(reply.notices)
+        if self._deferred:
+            self._release_deferred()
 
     def lost(self, attachment: Attachment) -> None:
         """The daemon of this attachment is gone."""
@@ -222,7 +260,7 @@ class Client:
     def _channel(self, attachment: Attachment) -> Channel:
         with contextlib.suppress(IndexError):
             channel = self._idle.pop()
-            if channel.epoch == attachment.epoch:
+            if channel.token == attachment.token:
                 return channel
             channel.close()
         with self._lock:
@@ -244,7 +282,7 @@ class Client:
             if now < self._next_try:
                 raise DaemonLost(f"kvtierd is away; the next attempt to attach is in {self._next_try - now:.2f} s")
             try:
-                self._attachment = Attachment(self.directory, name=self.name, read_only=self.read_only)
+                self._attachment = self._attach()
             except KvtierError:
                 pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**self._failures)
                 self._failures += 1
@@ -301,10 +339,10 @@ class Pending(Generic[ResultT]):
         channel, self._channel = self._channel, None
         try:
             reply = channel.receive(self._timeout, self._attachment.alive)
-        except DaemonLost:
+        except (DaemonLost, NotAttached) as error:
             channel.close()
             self._client.lost(self._attachment)
-            raise
+            raise DaemonLost(str(error)) from None
         except BaseException:
             channel.close()
             raise

@@ -45,10 +45,11 @@ class NamespaceClient:
     def borrow(self, keys: Sequence[bytes], *, tier: str = "any", timeout: float = _TIMEOUT) -> Lease:
         """Lease the longest leading run that can be had in `tier` within `timeout` seconds, bringing it there.
 
-        An empty lease is a miss. Raises OutOfPages when not even one page got a frame, DaemonLost.
+        `tier` is a tier's name, "cuda" (the memory of the client's GPU) or "any" (wherever the page lies, if this process
+        can read it there). An empty lease is a miss. Raises OutOfPages when not even one page got a frame, DaemonLost.
         """
         attachment = self.client.current()
-        body = wire.Borrow(b"".join(keys), tier)
+        body = wire.Borrow(b"".join(keys), attachment.named(tier))
         answer = self.client.on(attachment, "borrow", body, wire.Borrowed, timeout=timeout)
         return Lease(self, attachment, answer.lease, answer.handles)
 
@@ -59,7 +60,8 @@ class NamespaceClient:
             answer = wire.convert(body, wire.Borrowed)
             return Lease(self, attachment, answer.lease, answer.handles)
 
-        return self.client.submit("borrow", wire.Borrow(b"".join(keys), tier), finish, timeout=timeout)
+        body = wire.Borrow(b"".join(keys), self.client.current().named(tier))
+        return self.client.submit("borrow", body, finish, timeout=timeout)
 
     def reserve(
         self, keys: Sequence[bytes], *, start: int = 0, tier: str | None = None, timeout: float = _TIMEOUT
@@ -83,13 +85,13 @@ class NamespaceClient:
     def prefetch(self, keys: Sequence[bytes], *, tier: str | None = None) -> int:
         """Start bringing the leading run to `tier` (None: the fastest); how many pages are there or on their way."""
         attachment = self.client.current()
-        body = wire.Prefetch(b"".join(keys), tier or attachment.tiers[0])
+        body = wire.Prefetch(b"".join(keys), tier or attachment.fastest)
         return self.client.on(attachment, "prefetch", body, wire.Count).count
 
     def pin(self, keys: Sequence[bytes], *, tier: str | None = None, timeout: float = _TIMEOUT) -> wire.Pinned:
         """Hold the leading run in `tier` beyond this session, until `Client.unpin`."""
         attachment = self.client.current()
-        body = wire.Pin(b"".join(keys), tier or attachment.tiers[0])
+        body = wire.Pin(b"".join(keys), tier or attachment.fastest)
         return self.client.on(attachment, "pin", body, wire.Pinned, timeout=timeout)
 
     def migrate(self, keys: Sequence[bytes], tier: str, *, move: bool = False, timeout: float = 60.0) -> int:
@@ -107,7 +109,7 @@ class NamespaceClient:
         self, first: int, count: int, parent: bytes, keys: bytes, tier: str | None, timeout: float
     ) -> Reservation:
         attachment = self.client.current()
-        body = wire.Reserve(self._open(attachment), tier or attachment.tiers[0], first, count, parent, keys)
+        body = wire.Reserve(self._open(attachment), tier or attachment.fastest, first, count, parent, keys)
         answer = self.client.on(attachment, "reserve", body, wire.Reserved, timeout=timeout)
         return Reservation(self, attachment, first, answer.reservation, answer.status, answer.handles)
 

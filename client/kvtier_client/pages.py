@@ -14,10 +14,13 @@ from kvtier import wire
 from kvtier.errors import DaemonLost, InvalidRequest, StaleHandle
 from kvtier.layout import Layout
 from kvtier.wire import GRANTED, Handle
+from kvtier_client import gpu
+from kvtier_client.gpu import DeviceMapping
 
 if TYPE_CHECKING:
     import numpy
-    import torch
+    from torch import Tensor
+    from torch import dtype as TorchType
 
     from kvtier_client.attachment import Attachment
     from kvtier_client.namespace import NamespaceClient
@@ -78,16 +81,30 @@ class PageView:
             strides.insert(0, strides[0] * size)
         return np.ndarray((self.units, *shape), dtype, buffer=self.view, strides=(layout.unit_stride, *strides))
 
-    def torch(self) -> torch.Tensor:
-        """`[unit, *layout.shape]` over the page's memory, on the CPU, in the layout's dtype (int4: uint8, two values a
-        byte in the last axis). Needs a session that can write: torch knows no read-only tensors."""
+    def torch(self) -> Tensor:
+        """`[unit, *layout.shape]` over the page's memory, where it lies (CPU or GPU), in the layout's dtype (int4: uint8,
+        two values a byte in the last axis). Pages of host memory need a session that can write: torch knows no read-only
+        tensors."""
         import torch
 
-        layout = self.holder.layout
+        mapping = self.holder.attachment.mapping(self.handle.slab)
+        if isinstance(mapping, DeviceMapping):
+            self.holder.require()
+            plain = mapping.tensor(self.handle.offset, self.handle.length)
+            return self._shaped(plain.view(self._dtype()))
         if self.holder.attachment.read_only:
             raise InvalidRequest("torch has no read-only tensors: attach with read_only=False, or use .numpy()")
-        dtype: torch.dtype = torch.uint8 if layout.dtype == "int4" else getattr(torch, layout.dtype)
-        flat = torch.frombuffer(self.view, dtype=dtype)
+        return self._shaped(torch.frombuffer(self.view, dtype=self._dtype()))
+
+    def _dtype(self) -> TorchType:
+        import torch
+
+        name = self.holder.layout.dtype
+        dtype: TorchType = torch.uint8 if name == "int4" else getattr(torch, name)
+        return dtype
+
+    def _shaped(self, flat: Tensor) -> Tensor:
+        layout, dtype = self.holder.layout, flat.dtype
         shape = (*layout.shape[:-1], layout.row_bytes // dtype.itemsize)
         strides = [1]
         for size in reversed(shape[1:]):
@@ -137,12 +154,33 @@ class Lease:
         if self._ended:
             raise StaleHandle(f"lease {self.id} was released: its pages may be anything by now; borrow again")
 
-    def release(self) -> None:
-        """Let the pages go; the second time, StaleHandle. A lost daemon has let them go already."""
+    def table(self) -> Tensor:
+        """int64 `[units]` on this client's GPU: the address of every unit of the run, first token first, as kernels of
+        `kvtier_kernels` take it. Units in HBM, in a peer's HBM and in host memory (pinned at first use) stand alike."""
+        import numpy as np
+        import torch
+
+        self.require()
+        stride = self.layout.unit_stride
+        start = [self.attachment.device_address(handle.slab) + handle.offset for handle in self.handles]
+        units = np.array([handle.length // stride for handle in self.handles], np.int64)
+        within = np.arange(units.sum()) - np.repeat(np.cumsum(units) - units, units)
+        addresses = np.repeat(np.array(start, np.int64), units) + within * stride
+        own = self.attachment.gpu
+        if own is None:
+            raise InvalidRequest("this client is not on a GPU: make it with Client(device=...)")
+        return torch.from_numpy(addresses).to(f"cuda:{own.ordinal}")
+
+    def release(self, after: Any = None) -> None:
+        """Let the pages go; the second time, StaleHandle. A lost daemon has let them go already.
+
+        `after`, a torch stream or CUDA event: not before the kernels given to it so far have read them. This returns at
+        once; the release is sent with a later call of the client, or when it is closed.
+        """
         self.require()
         self._ended = True
         if self.id:
-            self.namespace.client.release_lease(self.attachment, self.id)
+            self.namespace.client.release_lease(self.attachment, self.id, after)
 
     def __enter__(self) -> Self:
         return self
@@ -210,20 +248,22 @@ class Reservation:
                 f"reservation {self.id} is committed or aborted: its frames are not to be written any more"
             )
 
-    def commit(self, slots: Sequence[int] | None = None, *, keys: Sequence[bytes] = ()) -> bytes:
+    def commit(self, slots: Sequence[int] | None = None, *, keys: Sequence[bytes] = (), after: Any = None) -> bytes:
         """Seal and publish `slots` (indices into `pages`; all that are open, if None), written to the last byte.
 
-        `keys` are theirs, if the reservation was made without. Returns a status byte each: GRANTED (published),
-        EXISTS (someone else was first), 3 (the page before it is held no more, so nothing could find it).
+        `keys` are theirs, in the same order, if the reservation was made without. Returns a status byte each, in that
+        order: GRANTED (published), EXISTS (someone else was first), 3 (the page before it is held no more, so nothing
+        could find it). With `after`, a torch stream or CUDA event, it waits until what that was given so far is done: a
+        page is published only when it is written.
         Raises StaleHandle for a slot that is not open, DaemonLost.
         """
-        return self._commit(slots, keys, lease=False)[0]
+        return self._commit(slots, keys, after, lease=False)[0]
 
     def commit_and_lease(
-        self, slots: Sequence[int] | None = None, *, keys: Sequence[bytes] = ()
+        self, slots: Sequence[int] | None = None, *, keys: Sequence[bytes] = (), after: Any = None
     ) -> tuple[bytes, Lease]:
         """As `commit`, and keep what was published leased. A page that EXISTS stays this reservation's own."""
-        return self._commit(slots, keys, lease=True)
+        return self._commit(slots, keys, after, lease=True)
 
     def abort(self, slots: Sequence[int] | None = None) -> None:
         """Give frames back unpublished."""
@@ -245,13 +285,24 @@ class Reservation:
             except DaemonLost:
                 pass
 
-    def _commit(self, slots: Sequence[int] | None, keys: Sequence[bytes], *, lease: bool) -> tuple[bytes, Lease]:
-        chosen = sorted(self._open) if slots is None else sorted(slots)
+    def _commit(
+        self, slots: Sequence[int] | None, keys: Sequence[bytes], after: Any, *, lease: bool
+    ) -> tuple[bytes, Lease]:
+        if after is not None:
+            gpu.event(after).synchronize()
+        chosen = sorted(self._open) if slots is None else list(slots)
         if not chosen:
             return b"", Lease(self.namespace, self.attachment, 0, b"")
+        if keys and len(keys) != len(chosen):
+            raise InvalidRequest(f"{len(keys)} keys for {len(chosen)} pages")
+        for slot in chosen:
+            if slot not in self._open:
+                raise StaleHandle(
+                    f"page {slot} of reservation {self.id} is not open: it was committed, or never granted"
+                )
         body = wire.Commit(self.id, wire.pack_u32(chosen), b"".join(keys), lease)
         answer = self.namespace.client.on(self.attachment, "commit", body, wire.Committed)
-        published = [slot for slot, status in zip(chosen, answer.status, strict=True) if status == GRANTED]
+        published = sorted(slot for slot, status in zip(chosen, answer.status, strict=True) if status == GRANTED)
         kept = {slot for slot, status in zip(chosen, answer.status, strict=True) if lease and status == wire.EXISTS}
         self._open.difference_update(set(chosen) - kept)
         handles = wire.pack_handles([self.handles[slot] for slot in published]) if lease else b""

@@ -8,6 +8,7 @@ Not here: verbs (`kvtier_daemon.server`), what a session holds (`kvtier_daemon.s
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -84,20 +85,22 @@ class AttachServer:
 
     def serve(self) -> None:
         """Deal with all that has happened."""
+        arrived = False
         for fd, events in self.poller.poll(0):
             if fd == self.listener.fileno():
-                self._accept()
+                arrived = True  # last: a new connection may get the number of one that this very batch closes
             elif fd in self.others:
                 self.others[fd]()
             elif fd in self.processes:
-                self._died(fd)
+                if _readable(fd):
+                    self._died(fd)
             elif (peer := self.peers.get(fd)) is not None:
                 if events & select.EPOLLOUT:
                     self._flush(peer)
-                if events & select.EPOLLIN:
+                if events & ~select.EPOLLOUT and fd in self.peers:
                     self._receive(peer)
-                elif events & (select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP):
-                    self._hung_up(peer)
+        if arrived:
+            self._accept()
 
     def retire(self, slab: Slab) -> None:
         """Ask all who map `slab` to let go of it."""
@@ -112,6 +115,7 @@ class AttachServer:
         """The session ended in order; its process has let go of all memory."""
         self.sessions.end(session, clean=True, alive=True)
         self._forget_slabs(session)
+        self._forget_process(session)
 
     def verify_probe(self, session: Session, spec: Namespace) -> None:
         """Compare what the session wrote in its probe memory with what this layout says should be where.
@@ -216,13 +220,14 @@ class AttachServer:
         session = Session(self.sessions.new_id(), tenant, name=hello.name[:64], pid=pid, uid=uid, process=process)
         session.admin = self.tenancy.admin(uid)
         session.read_only = hello.read_only
+        session.readable = readable(self.tiers, hello.device)
         session.since = time.time()
         peer.session = session
         self.sessions.add(session)
         if process >= 0:
             self.processes[process] = session.id
             self.poller.register(process, select.EPOLLIN)
-        tiers: list[tuple[str, str]] = [(tier.name, tier.config.medium) for tier in self.tiers]
+        tiers = [(tier.name, str(tier.config.medium), tier.device) for tier in self.tiers]
         self._send(
             peer,
             wire.Welcome(session.id, session.token, self.epoch, str(self.router), tenant.name, tiers),
@@ -231,9 +236,13 @@ class AttachServer:
     def _lend(self, peer: Peer, session: Session, slab_id: int) -> None:
         for tier in self.tiers:
             slab = tier.slabs.get(slab_id)
-            if slab is not None and tier.mappable and slab.owner.tenant is session.tenant:
+            if slab is not None and tier.index in session.readable and slab.owner.tenant is session.tenant:
                 slab.holders.add(session.id)
                 session.slabs.add(slab_id)
+                if tier.device:
+                    handle: bytes = slab.backing.handle
+                    self._send(peer, wire.SlabIs(slab_id, tier.index, slab.nbytes, handle))
+                    return
                 fd = read_only(slab.backing.fd) if session.read_only else os.dup(slab.backing.fd)
                 self._send(peer, wire.SlabIs(slab_id, tier.index, slab.nbytes), [fd])
                 return
@@ -273,32 +282,54 @@ class AttachServer:
             peer.connection.send(wire.encode_attach(wire.Refused(error.code, str(error))))
         self._hung_up(peer)
 
-    def _hung_up(self, peer: Peer) -> None:
+    def _close_peer(self, peer: Peer) -> bool:
+        """False if it was closed before."""
         fd = peer.connection.fileno()
         if self.peers.pop(fd, None) is None:
-            return
+            return False
         self.poller.unregister(fd)
         peer.connection.close()
         for _, fds in peer.unsent:
             for unsent in fds:
                 os.close(unsent)
-        session = peer.session
-        if session is None or session.gone:
+        return True
+
+    def _hung_up(self, peer: Peer) -> None:
+        if not self._close_peer(peer):
             return
-        alive = session.process < 0 or not select.select([session.process], [], [], 0)[0]
+        session = peer.session
+        if session is None:
+            return
+        if session.gone:
+            self._forget_process(session)
+            return
+        alive = session.process < 0 or not _readable(session.process)
         self.sessions.end(session, clean=False, alive=alive)
         log.info(
             "session %d (%s, pid %d) hung up%s", session.id, session.name, session.pid, "" if alive else "; it is dead"
         )
         if not alive or session.process < 0:
             self._forget_slabs(session)
+        self._forget_process(session)
         if session.process < 0 and session.id in self.sessions.quarantine:
             log.warning("this kernel gives no pidfd: what session %d was writing stays in quarantine", session.id)
+
+    def _forget_process(self, session: Session) -> None:
+        """Watch the process of an ended session no longer, if nothing depends on its death: one that attaches again
+        and again must not cost a descriptor each time."""
+        watched = self.processes.get(session.process) == session.id
+        if watched and not session.slabs and session.id not in self.sessions.quarantine:
+            del self.processes[session.process]
+            self.poller.unregister(session.process)
+            os.close(session.process)
 
     def _died(self, pidfd: int) -> None:
         session_id = self.processes.pop(pidfd)
         self.poller.unregister(pidfd)
         os.close(pidfd)
+        for peer in list(self.peers.values()):
+            if peer.session is not None and peer.session.id == session_id:
+                self._close_peer(peer)  # a child of the dead may hold the other end
         session = self.sessions.by_id.get(session_id)
         if session is not None:
             log.info("session %d (%s, pid %d) died", session.id, session.name, session.pid)
@@ -325,15 +356,37 @@ class AttachServer:
             self.sessions.store.unheld(slab)
 
 
+def readable(tiers: list[Tier], gpu: str) -> frozenset[int]:
+    """Which tiers a worker on that GPU ("": on none) can read in place: host memory, its own GPU's, its peers'."""
+    own = next((tier for tier in tiers if gpu and tier.device == gpu), None)
+    return frozenset(
+        tier.index
+        for tier in tiers
+        if tier.mappable and (not tier.device or tier is own or (own is not None and tier.reaches(own)))
+    )
+
+
 def clear_socket(path: Path) -> None:
-    """Remove a dead daemon's socket (the caller holds the directory's lock). Raises ConfigError for anything else."""
+    """Remove a dead daemon's socket. Raises ConfigError for anything else, and for one that someone listens at (the
+    caller holds the directory's lock, but lock files are deleted by cleaners and administrators)."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
         raise ConfigError(f"{path} is in the way and is not a socket: move it, or choose another runtime_dir")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        refused = probe.connect_ex(str(path))
+    if refused in (0, errno.EAGAIN, errno.EINPROGRESS):
+        raise ConfigError(f"{path}: someone listens there: stop that daemon, or choose another runtime_dir")
     path.unlink()
+
+
+def _readable(fd: int) -> bool:
+    """Of a pidfd: whether its process has ended."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _groups(connection: socket.socket) -> list[int]:

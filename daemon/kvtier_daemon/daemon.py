@@ -18,11 +18,13 @@ from typing import Any
 
 import zmq
 
-from kvtier import paths
-from kvtier.config import Config
+from kvtier import device, paths
+from kvtier.config import Config, TierConfig
+from kvtier.device import CudaUnavailable, Device
 from kvtier.errors import ConfigError
 from kvtier.sizes import format_size
 from kvtier_daemon.attach import AttachServer
+from kvtier_daemon.cuda import CudaMedium
 from kvtier_daemon.directory import Directory, Page
 from kvtier_daemon.index import BadIndex, Index
 from kvtier_daemon.jobs import Job
@@ -58,10 +60,12 @@ class Daemon:
         self.locks = [_lock(runtime, "runtime_dir")]
         self.tiers: list[Tier] = []
         self.media: list[Medium] = []
+        self.gpus: dict[int, Device] = {}
         for name in config.tiers:
             self._add_tier(name)
-        for upper, lower in zip(self.tiers, self.tiers[1:], strict=False):
-            upper.below = lower
+        if not any(tier.mappable for tier in self.tiers):
+            raise ConfigError("no tier that workers can map is left: configure a host tier, or mend the GPU")
+        self._join_tiers()
         directory = Directory(len(self.tiers))
         self.store = Store(directory, self.tiers, self._submit)
         self.sessions = Sessions(self.store)
@@ -171,8 +175,11 @@ class Daemon:
     def _add_tier(self, name: str) -> None:
         settings = self.config.tiers[name]
         medium: Medium
+        if settings.medium == "cuda":
+            self._add_gpus(name, settings)
+            return
         if settings.medium == "host":
-            medium = HostMedium(name)
+            medium = HostMedium(name, next(iter(self.gpus.values()), None))
         else:
             medium = FileMedium(name, Path(settings.path))
         tier = Tier(len(self.tiers), name, settings, persistent=medium.persistent, mappable=medium.mappable)
@@ -190,6 +197,42 @@ class Daemon:
                 )
                 return
             self.locks.append(_lock(medium.directory, f"tiers.{name}.path"))
+
+    def _add_gpus(self, name: str, settings: TierConfig) -> None:
+        """A tier for each GPU that is meant; none, and a line in the log, where CUDA cannot be used."""
+        try:
+            found = device.devices()
+        except CudaUnavailable as error:
+            log.error("tier %s is left out: %s; the others serve", name, error)
+            return
+        chosen = [gpu for gpu in found if settings.device in ("all", gpu.uuid, str(gpu.ordinal))]
+        if not chosen:
+            there = ", ".join(f"{gpu.ordinal} ({gpu.uuid})" for gpu in found)
+            raise ConfigError(f"tiers.{name}.device {settings.device!r} is none of the GPUs here: {there}")
+        for gpu in chosen:
+            own = name if len(chosen) == 1 else f"{name}:{gpu.ordinal}"
+            if settings.capacity > gpu.total:
+                raise ConfigError(
+                    f"tiers.{name}.capacity is {format_size(settings.capacity)} and {gpu.name} has {format_size(gpu.total)}"
+                )
+            tier = Tier(len(self.tiers), own, settings, persistent=False, mappable=True, device=gpu.uuid)
+            self.gpus[tier.index] = gpu
+            self.tiers.append(tier)
+            self.media.append(CudaMedium(own, gpu))
+
+    def _join_tiers(self) -> None:
+        """Say which tier is below which, and which exchange pages directly: host memory with all, GPUs that are peers
+        with each other, and no GPU with a file."""
+        for tier in self.tiers:
+            later = self.tiers[tier.index + 1 :]
+            tier.below = next((other for other in later if not (tier.device and other.device)), None)
+            tier.direct = {other.index for other in self.tiers if self._direct(tier, other)}
+
+    def _direct(self, one: Tier, other: Tier) -> bool:
+        if one.device and other.device:
+            here, there = self.gpus[one.index].ordinal, self.gpus[other.index].ordinal
+            return here == there or (device.connect(here, there) and device.connect(there, here))
+        return "host" in (one.config.medium, other.config.medium)
 
     def _restore(self, tier: Tier) -> None:
         medium = self.media[tier.index]
@@ -215,7 +258,7 @@ class Daemon:
         for session in self.sessions.by_id.values():
             if session.subscribers and session.tenant is tenant:
                 body = [event, page.namespace.seed, page.number, page.key]
-                for identity in session.subscribers:
+                for identity in list(session.subscribers):
                     self.server.event(session, identity, body)
 
     def _on_signal(self) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
+import resource
 import sys
 
 from kvtier import config as settings
@@ -44,6 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"tier {name}: {tier.medium}, {format_size(tier.capacity)}{place}")
             print(f"workers attach at {config.runtime_dir}")
             return 0
+        _raise_descriptor_limit()
         daemon = Daemon(config)
         if given.end_with_parent:
             daemon.end_with(os.getppid())
@@ -55,6 +58,13 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"workers attach at {config.runtime_dir} (or KVTIER_ENDPOINT={config.runtime_dir})", flush=True)
     daemon.run()
     return 0
+
+
+def _raise_descriptor_limit() -> None:
+    """As far as it may go: each slab and each worker takes some, and the usual 1,024 is for programs with select()."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 if __name__ == "__main__":

@@ -13,24 +13,34 @@ import ctypes
 import errno
 import logging
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import xxhash
 
+from kvtier import device
+from kvtier.device import CudaUnavailable, Device
 from kvtier.errors import SlabError
 from kvtier.memory import Mapping, create_memfd
+from kvtier_daemon.jobs import Job
+from kvtier_daemon.lanes import Lane
 from kvtier_daemon.slabs import Frame
 from kvtier_daemon.store import SourceLost
 
 log = logging.getLogger(__name__)
 
+_SET_MEMPOLICY = 238 if os.uname().machine == "x86_64" else 237
+_MPOL_DEFAULT, _MPOL_PREFERRED = 0, 1
+
 
 class Medium(Protocol):
-    """`persistent`: frames outlive the daemon. `mappable`: workers can have the slabs in their own memory."""
+    """`persistent`: frames outlive the daemon. `mappable`: workers can have the slabs in their own memory. A copy runs
+    on the lane of that end whose `rank` is higher."""
 
     persistent: bool
     mappable: bool
+    rank: int
 
     def grow(self, slab_id: int, nbytes: int) -> Any:
         """The backing of a new slab. Raises SlabError, with nothing left behind."""
@@ -38,8 +48,17 @@ class Medium(Protocol):
     def shrink(self, slab_id: int, backing: Any) -> None:
         """Give a slab's memory back. Never raises."""
 
+    def open_lane(
+        self, threads: int, run: Callable[[list[Job]], None], report: Callable[[list[Job]], None], media: list[Medium]
+    ) -> Lane:
+        """Start the threads that make this medium's slabs and copies: they `run` jobs, or run them in their own way and
+        `report` them. `media` are those of all tiers."""
+
     def view(self, frame: Frame) -> memoryview | None:
-        """The frame's own memory, where it lies in this process."""
+        """The frame's own memory, where it lies in this process and the processor can use it."""
+
+    def address(self, frame: Frame) -> int:
+        """Of the frame, for a GPU's copies. Not for media that have none."""
 
     def load(self, frame: Frame, into: memoryview) -> None:
         """Copy the frame's page to `into`. Raises SourceLost if it cannot be read or is not what was written."""
@@ -51,33 +70,64 @@ class Medium(Protocol):
 class HostBacking:
     """A memfd and the daemon's own mapping of it."""
 
-    __slots__ = ("fd", "mapping")
+    __slots__ = ("fd", "mapping", "pinned")
 
-    def __init__(self, fd: int, mapping: Mapping) -> None:
+    def __init__(self, fd: int, mapping: Mapping, pinned: bool) -> None:
         self.fd = fd
         self.mapping = mapping
+        self.pinned = pinned
 
 
 class HostMedium:
-    """Memory shared with workers through memfds."""
+    """Memory shared with workers through memfds. With `gpu`, pinned for its copies, and on its NUMA node."""
 
     persistent = False
     mappable = True
+    rank = 0
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, gpu: Device | None = None) -> None:
         self.name = name
+        self.gpu = gpu
+        self.pinning = gpu is not None
+
+    def open_lane(
+        self, threads: int, run: Callable[[list[Job]], None], report: Callable[[list[Job]], None], media: list[Medium]
+    ) -> Lane:
+        return Lane(self.name, threads, run)
 
     def grow(self, slab_id: int, nbytes: int) -> HostBacking:
-        fd = create_memfd(f"kvtier-{self.name}-{slab_id}", nbytes)
+        with prefer_node(self.gpu.node if self.gpu is not None else -1):
+            fd = create_memfd(f"kvtier-{self.name}-{slab_id}", nbytes)
         try:
-            return HostBacking(fd, Mapping(fd, nbytes, writable=True))
+            mapping = Mapping(fd, nbytes, writable=True, populate=self.pinning)
         except SlabError:
             os.close(fd)
             raise
+        return HostBacking(fd, mapping, self._pin(mapping))
 
     def shrink(self, slab_id: int, backing: HostBacking) -> None:
+        if backing.pinned:
+            device.unpin(backing.mapping.address, backing.mapping.nbytes)
         backing.mapping.close()
         os.close(backing.fd)
+
+    def address(self, frame: Frame) -> int:
+        backing: HostBacking = frame.slab.backing
+        return backing.mapping.address + frame.offset
+
+    def _pin(self, mapping: Mapping) -> bool:
+        """Pin a slab for the GPUs; if that cannot be done, the tier goes on without, and slower."""
+        if not self.pinning:
+            return False
+        try:
+            device.pin(mapping.address, mapping.nbytes)
+        except CudaUnavailable as error:
+            self.pinning = False
+            log.warning(
+                "tier %s: %s; its slabs are not pinned from here on, and copies to GPUs are slower", self.name, error
+            )
+            return False
+        return True
 
     def view(self, frame: Frame) -> memoryview:
         backing: HostBacking = frame.slab.backing
@@ -96,11 +146,20 @@ class FileMedium:
 
     persistent = True
     mappable = False
+    rank = 1
 
     def __init__(self, name: str, directory: Path) -> None:
         self.name = name
         self.directory = directory
         self.direct = os.O_DIRECT
+
+    def open_lane(
+        self, threads: int, run: Callable[[list[Job]], None], report: Callable[[list[Job]], None], media: list[Medium]
+    ) -> Lane:
+        return Lane(self.name, threads, run)
+
+    def address(self, frame: Frame) -> int:
+        raise AssertionError("a file has no address")
 
     def path(self, slab_id: int) -> Path:
         return self.directory / f"slab-{slab_id:08d}.kv"
@@ -208,6 +267,24 @@ def copy(source: Frame, source_medium: Medium, target: Frame, target_medium: Med
     memory = source_medium.view(source)
     assert memory is not None, "no medium of this copy is memory of this process"
     target_medium.store(target, memory)
+
+
+@contextlib.contextmanager
+def prefer_node(node: int) -> Iterator[None]:
+    """Have memory that this thread touches first come from a NUMA node; -1: from wherever the kernel likes."""
+    if node < 0:
+        yield
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    words = (ctypes.c_ulong * (node // 64 + 1))()
+    words[node // 64] = 1 << (node % 64)
+    bits = ctypes.c_ulong(64 * len(words) + 1)  # the kernel leaves the last bit out
+    if libc.syscall(_SET_MEMPOLICY, _MPOL_PREFERRED, ctypes.byref(words), bits):
+        log.warning("host slabs cannot be placed on NUMA node %d: %s", node, os.strerror(ctypes.get_errno()))
+    try:
+        yield
+    finally:
+        libc.syscall(_SET_MEMPOLICY, _MPOL_DEFAULT, None, ctypes.c_ulong(0))
 
 
 def _memmove(into: memoryview, data: memoryview) -> None:

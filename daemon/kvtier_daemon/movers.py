@@ -9,8 +9,6 @@ thread, and a thread that ends all the same is replaced and counted.
 from __future__ import annotations
 
 import contextlib
-import heapq
-import itertools
 import logging
 import os
 import threading
@@ -20,6 +18,7 @@ from collections.abc import Callable
 
 from kvtier_daemon.index import Index
 from kvtier_daemon.jobs import Barrier, Carve, Copy, Erase, Grow, Job, Record, Shrink
+from kvtier_daemon.lanes import Lane
 from kvtier_daemon.media import Medium, copy
 from kvtier_daemon.tiers import Tier
 
@@ -27,73 +26,6 @@ log = logging.getLogger(__name__)
 
 _BATCH = 512
 """Index jobs in one transaction, at most."""
-
-
-class Lane:
-    """Threads that run jobs, the most urgent first and in order among equals; `batch` of them at once."""
-
-    def __init__(self, name: str, threads: int, run: Callable[[list[Job]], None], *, batch: int = 1) -> None:
-        self.name = name
-        self.run = run
-        self.batch = batch
-        self.restarts = 0
-        self._queue: list[tuple[int, int, Job]] = []
-        self._order = itertools.count()
-        self._ready = threading.Condition()
-        self._stopping = False
-        self._threads = [self._start(number) for number in range(threads)]
-
-    def submit(self, job: Job, urgency: int) -> None:
-        with self._ready:
-            heapq.heappush(self._queue, (urgency, next(self._order), job))
-            self._ready.notify()
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def stop(self, timeout: float) -> bool:
-        """Let running jobs end and no other start; False if a thread is still busy after `timeout` seconds."""
-        with self._ready:
-            self._stopping = True
-            self._ready.notify_all()
-        deadline = time.monotonic() + timeout
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
-
-    def revive(self) -> None:
-        """Replace threads that ended though nobody asked them to."""
-        for number, thread in enumerate(self._threads):
-            if not thread.is_alive() and not self._stopping:
-                self.restarts += 1
-                log.error("mover %s ended unexpectedly; started again (restart %d)", thread.name, self.restarts)
-                self._threads[number] = self._start(number)
-
-    def _start(self, number: int) -> threading.Thread:
-        thread = threading.Thread(target=self._loop, name=f"{self.name}-{number}", daemon=True)
-        thread.start()
-        return thread
-
-    def _loop(self) -> None:
-        while jobs := self._next():
-            self.run(jobs)
-
-    def _next(self) -> list[Job]:
-        """The jobs to run now, each taken by this thread alone; empty when the lane stops."""
-        with self._ready:
-            while True:
-                while not self._queue and not self._stopping:
-                    self._ready.wait()
-                if self._stopping:
-                    return []
-                jobs: list[Job] = []
-                while self._queue and len(jobs) < self.batch:
-                    _, _, job = heapq.heappop(self._queue)
-                    if not job.taken or self.batch > 1:  # a hurried job stands in the queue twice
-                        job.taken = True
-                        jobs.append(job)
-                if jobs:
-                    return jobs
 
 
 class Movers:
@@ -106,7 +38,10 @@ class Movers:
         self.finished: deque[Job] = deque()
         self.wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()
-        self.lanes = [Lane(tier.name, tier.config.queue_depth, self._run) for tier in tiers]
+        self.lanes = [
+            medium.open_lane(tier.config.queue_depth, self._run, self._report, media)
+            for tier, medium in zip(tiers, media, strict=True)
+        ]
         self.index_lanes = {
             number: Lane(f"{tiers[number].name}-index", 1, self._writer(number), batch=_BATCH) for number in indexes
         }
@@ -115,8 +50,8 @@ class Movers:
         """Hand `job` to the thread that runs it. Called by the state thread alone."""
         match job:
             case Copy():
-                persistent = job.source.tier if job.source.tier.persistent else job.target.tier
-                self.lanes[persistent.index].submit(job, job.priority)
+                ends = (job.target.tier.index, job.source.tier.index)
+                self.lanes[max(ends, key=lambda end: self.media[end].rank)].submit(job, job.priority)
             case Grow():
                 self.lanes[job.owner.tier.index].submit(job, job.priority)
             case Shrink():

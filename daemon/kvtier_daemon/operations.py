@@ -13,6 +13,7 @@ from kvtier.sizes import format_size
 from kvtier.wire import BUSY, EXISTS, GRANTED, Body, Borrowed, Count, Pinned, Reserved, pack_handles
 from kvtier_daemon.directory import OpenNamespace, Page, Tenant
 from kvtier_daemon.jobs import Barrier, Priority
+from kvtier_daemon.placement import leave_crowded, place
 from kvtier_daemon.sessions import Reservation, Session, Sessions, Slot
 from kvtier_daemon.slabs import Frame, SlabClass, State
 from kvtier_daemon.tiers import Tier
@@ -78,7 +79,7 @@ class Borrowing(Operation):
             if page.gone or found is None:
                 self._cut(len(self.held))
                 break
-            tier = self.tier or self._where(page)
+            tier = place(store, page, self.tier, self.session.readable if self.counted else frozenset())
             frame = store.fetch(page, tier, Priority.BORROW)
             if frame is None:
                 if page.gone or page.ready() is None:
@@ -116,11 +117,6 @@ class Borrowing(Operation):
         lease = self.sessions.grant(self.session, frames)
         return Borrowed(lease, pack_handles([frame.handle() for frame in frames]))
 
-    def _where(self, page: Page) -> Tier:
-        """The fastest tier that workers can read and that has the page or is getting it, else the slowest they can."""
-        mappable = [tier for tier in self.store.tiers if tier.mappable]
-        return next((tier for tier in mappable if page.frames[tier.index] is not None), mappable[-1])
-
     def _count_arrived(self) -> None:
         while self.arrived < len(self.held):
             page, (frame, generation, _) = self.pages[self.arrived], self.held[self.arrived]
@@ -145,6 +141,9 @@ class Borrowing(Operation):
                 counters.hits[origin] += 1
                 counters.hit_tokens[origin] += page.tokens
         self.store.touch(self.pages)
+        if self.tier is not None:
+            for page in self.pages:
+                leave_crowded(self.store, page, self.tier)
         self.finish(self.result([frame for frame, _, _ in self.held]))
 
 
@@ -169,10 +168,12 @@ class Migrating(Borrowing):
         pages = list(self.pages)
         for frame in reversed(frames):
             self.store.unpin(frame)
-        if self.move:
+        there = self.tier
+        if self.move and there is not None:
             for page in reversed(pages):
-                for faster in page.frames[: frames[0].tier.index]:
-                    self.store.shed(faster)
+                for other in page.frames:
+                    if other is not None and other.tier is not there and (other.tier.index < there.index or other.tier.device):
+                        self.store.shed(other)
         return Count(len(pages))
 
 

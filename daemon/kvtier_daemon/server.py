@@ -58,8 +58,11 @@ class Server:
         os.chmod(path, 0o660)
         self.deadlines: list[tuple[float, int, Operation]] = []
         self._order = itertools.count()
-        self.unread: dict[bytes, deque[bytes]] = {}
+        self.unread: dict[bytes, deque[tuple[bytes, Any]]] = {}
+        """What a channel did not take yet: messages, each with the result that it tells of."""
         self.unread_bytes: dict[int, int] = {}
+        self.overdue: set[int] = set()
+        """Sessions that leave too much unread; ended between requests, since ending one changes what a verb works on."""
 
     def serve(self) -> bool:
         """Serve what has arrived; whether there may be more."""
@@ -84,22 +87,39 @@ class Server:
         return self.deadlines[0][0] if self.deadlines else None
 
     def flush(self) -> None:
-        """Try again to deliver what slow readers did not take."""
+        """End the sessions that read far too little; try again to deliver what slow readers did not take."""
+        for session_id in self.overdue:
+            late = self.sessions.by_id.get(session_id)
+            if late is not None:
+                log.warning(
+                    "session %d (%s) leaves %d bytes of replies unread; it is ended",
+                    *(late.id, late.name, self.unread_bytes[late.id]),
+                )
+                self.sessions.end(late, clean=False, alive=True)
+            self.unread_bytes.pop(session_id, None)
+        self.overdue.clear()
         for identity in list(self.unread):
             queue = self.unread[identity]
             session = self.sessions.by_token.get(identity[: wire.TOKEN_BYTES])
             while queue:
-                if session is not None and not self._deliver(identity, queue[0]):
-                    break
-                data = queue.popleft()
+                data, result = queue[0]
                 if session is not None:
+                    if not self._deliver(identity, data):
+                        break
                     self.unread_bytes[session.id] -= len(data)
+                    if not self._delivered:
+                        self._take_back(session, result)
+                queue.popleft()
             if not queue:
                 del self.unread[identity]
+                if session is not None and not self.unread_bytes[session.id]:
+                    del self.unread_bytes[session.id]
 
     def event(self, session: Session, identity: bytes, body: Any) -> None:
-        """Send a subscriber something unasked."""
-        self._send(session, identity, wire.encode_reply(0, self.epoch, session.notices, "event", body))
+        """Send a subscriber something unasked; one whose channel is gone is a subscriber no more."""
+        data = wire.encode_reply(0, self.epoch, session.notices, "event", body)
+        if not self._send(session, identity, data, None):
+            session.subscribers.discard(identity)
 
     def close(self) -> None:
         self.router.close(0)
@@ -120,6 +140,12 @@ class Server:
         except KvtierError as error:
             self.counters.protocol_errors += 1
             self._reply(session, identity, error.request_id, error)
+            return
+
+        if (identity, request.id) in session.operations:  # two answers to one number, and the first forgotten
+            self.counters.protocol_errors += 1
+            twice = ProtocolError(f"request {request.id} of this channel is under way; number requests upwards")
+            self._reply(session, identity, request.id, twice)
             return
 
         def answer(result: wire.Body | KvtierError) -> None:
@@ -156,22 +182,19 @@ class Server:
             data = wire.encode_reply(request_id, self.epoch, notices, result.code, str(result))
         else:
             data = wire.encode_reply(request_id, self.epoch, notices, "", wire.fields(result))
-        if not self._send(session, identity, data) and session is not None and not session.gone:
+        if not self._send(session, identity, data, result) and session is not None and not session.gone:
             self._take_back(session, result)
 
-    def _send(self, session: Session | None, identity: bytes, data: bytes) -> bool:
+    def _send(self, session: Session | None, identity: bytes, data: bytes, result: Any) -> bool:
         """False if the channel is gone."""
         if identity not in self.unread and self._deliver(identity, data):
             return self._delivered
         if session is None or session.gone:
             return False
-        self.unread.setdefault(identity, deque()).append(data)
+        self.unread.setdefault(identity, deque()).append((data, result))
         kept = self.unread_bytes[session.id] = self.unread_bytes.get(session.id, 0) + len(data)
         if kept > _MOST_UNREAD:
-            log.warning(
-                "session %d (%s) leaves %d bytes of replies unread; it is ended", session.id, session.name, kept
-            )
-            self.sessions.end(session, clean=False, alive=True)
+            self.overdue.add(session.id)
         return True
 
     _delivered = True
@@ -189,7 +212,7 @@ class Server:
             self._delivered = False
         return True
 
-    def _take_back(self, session: Session, result: wire.Body | KvtierError) -> None:
+    def _take_back(self, session: Session, result: Any) -> None:
         """A reply found its channel closed: what it granted would be held by nobody."""
         if isinstance(result, wire.Borrowed | wire.Committed) and result.lease in session.leases:
             self.sessions.release(session, result.lease)

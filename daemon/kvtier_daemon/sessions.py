@@ -7,6 +7,7 @@ Not here: the sockets by which a session is reached (`kvtier_daemon.attach`, `kv
 
 from __future__ import annotations
 
+import os
 import secrets
 from typing import TYPE_CHECKING
 
@@ -51,7 +52,20 @@ class Session:
     """One attached process. `process` is its pidfd, -1 if the kernel gave none."""
 
     __slots__ = (
-        *("admin", "gone", "id", "leases", "name", "notices", "operations", "pid", "probe", "process", "read_only"),
+        *(
+            "admin",
+            "gone",
+            "id",
+            "leases",
+            "name",
+            "notices",
+            "operations",
+            "pid",
+            "probe",
+            "process",
+            "read_only",
+            "readable",
+        ),
         *("requests", "reservations", "since", "slabs", "subscribers", "tenant", "token", "uid"),
     )
 
@@ -65,6 +79,8 @@ class Session:
         self.token = b"\1" + secrets.token_bytes(TOKEN_BYTES - 1)  # libzmq keeps ids that start with 0 to itself
         self.admin = False
         self.read_only = False
+        self.readable: frozenset[int] = frozenset()
+        """Indices of the tiers whose slabs its process can read in place."""
         self.leases: dict[int, list[Frame]] = {}
         self.reservations: dict[int, Reservation] = {}
         self.operations: dict[tuple[bytes, int], Operation] = {}
@@ -150,6 +166,9 @@ class Sessions:
             return
         session.gone = True
         del self.by_id[session.id], self.by_token[session.token]
+        if session.probe is not None:
+            os.close(session.probe[0])
+            session.probe = None
         for operation in list(session.operations.values()):
             operation.cancel()
         for lease in list(session.leases):

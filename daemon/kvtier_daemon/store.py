@@ -43,6 +43,12 @@ class SourceLost(KvtierError):
     code = "source_lost"
 
 
+class MediumLost(KvtierError):
+    """A job failed because its tier's medium is gone for good, with all that it held."""
+
+    code = "medium_lost"
+
+
 class Store:
     """Directory, tiers and the moves between them. `retire` is told of slabs that sessions should unmap; `publish` of
     pages that came ("stored") or went ("removed")."""
@@ -283,7 +289,8 @@ class Store:
         """`tier` is stalled: what has to leave its slab now is lost rather than waited for."""
         for page in list(tier.unsaved):
             leaving = any(
-                frame is not None and frame.slab.leaving and not frame.pins and not frame.copies for frame in page.frames
+                frame is not None and frame.slab.leaving and not frame.pins and not frame.copies
+                for frame in page.frames
             )
             if leaving and not page.gone:
                 self.forget(page, "unsaved")
@@ -562,7 +569,9 @@ class Store:
             self._arrived(target)
         else:
             self._discard(target)
-            if isinstance(job.error, SourceLost):
+            if isinstance(job.error, MediumLost):
+                self._lose(source.tier if source.tier.index < target.tier.index else target.tier)
+            elif isinstance(job.error, SourceLost):
                 self.counters.lost += 1
                 if source.page is page and source.state is State.READY and not source.pins and not source.copies:
                     self._drop(source)
@@ -604,6 +613,16 @@ class Store:
         self._settle(frame)
         if not page.gone:
             self._write_through(page)
+
+    def _lose(self, tier: Tier) -> None:
+        """Nothing can be read from `tier` any more: its replicas are gone, but for those that someone holds."""
+        if tier.closed:
+            return
+        tier.closed = True
+        for slab in list(tier.slabs.values()):
+            for frame in slab.frames:
+                if frame.state is State.READY and not frame.pins and not frame.copies:
+                    self._drop(frame)
 
     def _discard(self, target: Frame) -> None:
         """A copy into `target` failed. Those who waited for it find the page without it."""

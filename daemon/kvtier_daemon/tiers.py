@@ -17,18 +17,24 @@ from kvtier_daemon.slabs import Slab, SlabClass, State
 if TYPE_CHECKING:
     from kvtier_daemon.directory import Page, Tenant
 
+GRANULE = 2 << 20
+"""Bytes. cudaMalloc rounds to this, and smaller allocations share what an IPC handle exports."""
 GROWING_AT_ONCE = 4
 """Slabs that one class may have under construction."""
 
 
 class Tier:
-    """`persistent` tiers outlive the daemon and have an index; workers can map the slabs of `mappable` ones.
+    """`persistent` tiers outlive the daemon and have an index; workers can map the slabs of `mappable` ones; `device` is
+    the UUID of the GPU whose memory it is.
 
     `unsaved` are pages held above this tier that still wait for their copy in it, in the order of their commits;
     `writing` counts such copies under way.
     """
 
-    def __init__(self, index: int, name: str, config: TierConfig, *, persistent: bool, mappable: bool) -> None:
+    def __init__(
+        self, index: int, name: str, config: TierConfig, *, persistent: bool, mappable: bool, device: str = ""
+    ) -> None:
+        self.device = device
         self.index = index
         self.name = name
         self.config = config
@@ -66,7 +72,9 @@ class Tier:
         return found
 
     def slab_bytes(self, frame_bytes: int) -> int:
-        """Of a new slab for frames of that size: whole frames, at least one."""
+        """Of a new slab for frames of that size: whole frames, at least one; on a GPU, what cudaMalloc rounds it to."""
+        if self.device:
+            return -(-max(self.config.slab, frame_bytes) // GRANULE) * GRANULE
         return max(1, self.config.slab // frame_bytes) * frame_bytes
 
     def held(self, tenant: Tenant) -> int:
@@ -93,7 +101,10 @@ class Tier:
             return 0
         free = self.capacity - self.allocated - self.promised_to_others(owner.tenant)
         if nbytes > free:
-            nbytes = free // owner.frame_bytes * owner.frame_bytes if self.held(owner.tenant) == 0 else 0
+            step = GRANULE if self.device else owner.frame_bytes
+            nbytes = free // step * step if self.held(owner.tenant) == 0 else 0
+            if nbytes < owner.frame_bytes:
+                return 0
         return max(0, nbytes)
 
     def coldest_slab(self, owner: SlabClass) -> Slab | None:

@@ -34,7 +34,7 @@ from kvtier_daemon.tiers import Tier
 Handler = Callable[[Session, bytes, Any, Answer], wire.Body | Operation]
 
 ORPHAN = 3
-"""Status of a committed page whose prefix is not held any more: nothing could find it, so it is given back."""
+"""Status of a committed page whose prefix is not held (any more): nothing could find it, so it is given back."""
 
 
 class Verbs:
@@ -78,7 +78,7 @@ class Verbs:
         return wire.Found(len(places), bytes(places))
 
     def _borrow(self, session: Session, _: bytes, body: wire.Borrow, answer: Answer) -> wire.Body | Operation:
-        tier = None if body.tier == "any" else self._tier(body.tier, mappable=True)
+        tier = None if body.tier == "any" else self._tier(body.tier, session)
         keys = page_keys.split(body.keys)
         counters = self.store.counters
         counters.borrows += 1
@@ -105,7 +105,7 @@ class Verbs:
         if session.read_only:
             raise AccessDenied("this session attached read-only: it cannot reserve pages")
         space = self._namespace(session, body.namespace)
-        tier = self._tier(body.tier, mappable=True)
+        tier = self._tier(body.tier, session)
         keys = page_keys.split(body.keys)
         if keys and len(keys) != body.count:
             raise InvalidRequest(f"{len(keys)} keys for {body.count} pages")
@@ -135,17 +135,19 @@ class Verbs:
         keys = page_keys.split(body.keys)
         if keys and len(keys) != len(slots):
             raise InvalidRequest(f"{len(keys)} keys for {len(slots)} pages")
-        for at, slot in enumerate(slots):
+        for slot in slots:
             if slot.frame is None:
                 raise StaleHandle(f"page {slot.number} of reservation {reservation.id} is committed or aborted already")
             if bool(slot.key) == bool(keys):
                 raise InvalidRequest("keys are given either at reserve or at commit, not twice and not never")
-            if keys:
-                self._name(reservation, slot, keys[at])
-        status = bytearray()
+        if keys:
+            self._name(reservation, dict(zip(slots, keys, strict=True)))
+        order = {slot: at for at, slot in enumerate(slots)}
+        slots.sort(key=lambda slot: slot.number)
+        status = bytearray(len(slots))
         frames: list[Frame] = []
         for slot in slots:
-            status.append(self._seal(session, reservation, slot, body.lease, frames))
+            status[order[slot]] = self._seal(session, reservation, slot, body.lease, frames)
         self.store.renew(session.tenant.pages.get(slots[-1].key) if slots else None)
         if not reservation.open:
             session.reservations.pop(reservation.id, None)
@@ -157,7 +159,7 @@ class Verbs:
 
     def _prefetch(self, session: Session, _: bytes, body: wire.Prefetch, __: Answer) -> wire.Body:
         self._accepting()
-        tier = self._tier(body.tier, mappable=True)
+        tier = self._tier(body.tier)
         started = 0
         for page in session.tenant.run(page_keys.split(body.keys)):
             if page.gone or self.store.fetch(page, tier, Priority.PREFETCH) is None:
@@ -256,6 +258,8 @@ class Verbs:
         return wire.Report(self.reports.sessions(session))
 
     def _inventory(self, session: Session, _: bytes, body: wire.Inventory, __: Answer) -> wire.Body:
+        if body.skip < 0:
+            raise InvalidRequest(f"skip {body.skip}: it must not be negative")
         return wire.Report(self.reports.inventory(session, body.namespace, body.skip))
 
     def _subscribe(self, session: Session, identity: bytes, _: wire.Subscribe, __: Answer) -> wire.Body:
@@ -263,6 +267,8 @@ class Verbs:
         return wire.Done()
 
     def _cancel(self, session: Session, _: bytes, body: wire.Cancel, __: Answer) -> wire.Body:
+        if not 0 <= body.channel < 1 << 32:
+            raise InvalidRequest(f"channel {body.channel}: channels have 32-bit numbers")
         identity = session.token + body.channel.to_bytes(4, "little")
         operation = session.operations.get((identity, body.request))
         if operation is None:
@@ -302,7 +308,9 @@ class Verbs:
             return EXISTS
         parent = tenant.pages.get(slot.parent)
         slot.frame = None
-        if parent is None and slot.parent != reservation.namespace.seed:
+        first = slot.number == 0 and slot.parent == reservation.namespace.seed
+        follows = parent is not None and parent.namespace is reservation.namespace and parent.number == slot.number - 1
+        if not first and not follows:
             self.store.give(frame)
             return ORPHAN
         self.store.seal(frame, slot.key, reservation.namespace, slot.number, parent, pinned=lease)
@@ -310,14 +318,19 @@ class Verbs:
             leased.append(frame)
         return GRANTED
 
-    def _name(self, reservation: Reservation, slot: Slot, key: bytes) -> None:
-        """Give a slot that was reserved without one its key, and its parent that of the slot before."""
-        before = next((other for other in reservation.slots if other.number == slot.number - 1), None)
-        if before is not None and not before.key:
-            raise InvalidRequest(f"page {slot.number} is committed before page {before.number} has its key")
-        slot.key = key
-        if before is not None:
-            slot.parent = before.key
+    def _name(self, reservation: Reservation, keys: dict[Slot, bytes]) -> None:
+        """Give slots that were reserved without them their keys, and the parents that follow: all or none."""
+        numbered = {slot.number: slot for slot in reservation.slots}
+        parents: dict[Slot, bytes] = {}
+        for slot in keys:
+            before = numbered.get(slot.number - 1)
+            if before is not None:
+                parents[slot] = keys.get(before) or before.key
+                if not parents[slot]:
+                    raise InvalidRequest(f"page {slot.number} is committed before page {before.number} has its key")
+        for slot, key in keys.items():
+            slot.key = key
+            slot.parent = parents.get(slot, slot.parent)
 
     def _slots(self, reservation: Reservation, packed: bytes) -> list[Slot]:
         numbers = wire.unpack_u32(packed)
@@ -325,7 +338,7 @@ class Verbs:
             raise InvalidRequest(f"slots {numbers[:8]} of a reservation of {len(reservation.slots)}")
         if not packed:
             return [slot for slot in reservation.slots if slot.frame is not None]
-        return [reservation.slots[number] for number in sorted(numbers)]
+        return [reservation.slots[number] for number in numbers]
 
     def _namespace(self, session: Session, number: int) -> OpenNamespace:
         space = self.store.directory.namespaces.get(number)
@@ -333,12 +346,18 @@ class Verbs:
             raise InvalidRequest(f"namespace {number} is not open to this session: open it first")
         return space
 
-    def _tier(self, name: str, *, mappable: bool = False) -> Tier:
-        tier = self.tiers.get(name)
+    def _tier(self, name: str, reader: Session | None = None) -> Tier:
+        """The tier of that name, or of that GPU ("cuda:" and its UUID); one that `reader` can use in place."""
+        tier = self.tiers.get(name) or next(
+            (tier for tier in self.tiers.values() if tier.device and name == f"cuda:{tier.device}"), None
+        )
         if tier is None:
             raise InvalidRequest(f"no tier {name!r}; there are: {', '.join(self.tiers)}")
-        if mappable and not tier.mappable:
-            raise InvalidRequest(f'workers cannot map tier {name!r}; borrow from another, or from "any"')
+        if reader is not None and tier.index not in reader.readable:
+            raise InvalidRequest(
+                f'this process cannot use tier {name!r} in place: borrow from another tier or from "any", or attach from a '
+                f"process on that GPU"
+            )
         return tier
 
     def _accepting(self) -> None:

@@ -56,6 +56,7 @@ class World:
         for tier in self.tiers:
             tier.tenants[owner.id] = owner
         session = Session(self.sessions.new_id(), owner, name="", pid=1, uid=1, process=-1)
+        session.readable = frozenset(tier.index for tier in self.tiers if tier.mappable)
         self.sessions.add(session)
         return session
 

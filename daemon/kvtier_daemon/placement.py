@@ -1,0 +1,52 @@
+"""Where a borrow gets a page, when there is a choice. The cost rule for pages that another GPU holds is here.
+
+What is asked for "any" is lent where it lies, in the fastest tier that the worker can read in place; what lies in none
+is brought to the slowest of those, so that it has to be used again before it takes a GPU's memory.
+
+What is asked for in one GPU's memory and lies in another's can be read in place over the link, replicated, or moved.
+A decode step reads every page of its context once, and a replica costs about one such read: from the second step on it
+is the cheaper choice. So a page is replicated wherever a frame can be had that costs nobody a page used more recently
+than this one; else it is read in place. It is moved (the other replica dropped) where the GPU that it came from has no
+free frame left and nobody there holds it.
+"""
+
+from __future__ import annotations
+
+from kvtier_daemon.directory import Page
+from kvtier_daemon.slabs import Frame, State
+from kvtier_daemon.store import Store
+from kvtier_daemon.tiers import Tier
+
+
+def place(store: Store, page: Page, wanted: Tier | None, readable: frozenset[int]) -> Tier:
+    """The tier to lend `page` in, to a worker that asked for `wanted` (None: any) and can read `readable` in place."""
+    if wanted is None:
+        usable = [tier for tier in store.tiers if tier.index in readable]
+        return next((tier for tier in usable if page.frames[tier.index] is not None), usable[-1])
+    if page.frames[wanted.index] is not None:
+        return wanted
+    there = _on_peer(page, wanted, readable)
+    if there is None:
+        return wanted
+    owner = store.class_of(wanted, page.namespace.tenant, page.nbytes)
+    return wanted if store.can_take(owner, there.touched) else there.tier
+
+
+def leave_crowded(store: Store, page: Page, tier: Tier) -> None:
+    """`page` is lent in `tier` now: if it came from another GPU that has no frame free, it leaves there."""
+    own = page.frames[tier.index]
+    if not tier.device or own is None or own.state is not State.READY:
+        return
+    for frame in page.frames:
+        if frame is not None and frame is not own and frame.tier.device and not frame.slab.owner.free:
+            store.shed(frame)
+
+
+def _on_peer(page: Page, wanted: Tier, readable: frozenset[int]) -> Frame | None:
+    """The replica of `page` on another GPU that this worker can read."""
+    if not wanted.device:
+        return None
+    for frame in page.frames:
+        if frame is not None and frame.state is State.READY and frame.tier.device and frame.tier.index in readable:
+            return frame
+    return None
