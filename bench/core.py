@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -46,15 +46,25 @@ class Row:
     def ratio(self) -> float:
         return self.value / self.limit if self.limit else 0.0
 
+    @staticmethod
+    def print_all(rows: list[Row]) -> None:
+        print(f"{'':42} {'kvtier':>10} {'limit':>10} {'ratio':>7}  goal")
+        for row in rows:
+            limit, ratio = (f"{row.limit:10.2f}", f"{row.ratio:7.2f}") if row.limit else (f"{'':10}", f"{'':7}")
+            mark = "" if not row.goal else ("met" if row.met else "NOT MET")
+            print(f"{row.name:42} {row.value:10.2f} {limit} {ratio}  {row.goal} {mark}  {row.unit}")
+
 
 def say(text: str) -> None:
     print(f"  {text} ...", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def daemon(directory: Path, *settings: str, host: str = "2GiB", ssd: str | None = None) -> Iterator[LocalDaemon]:
+def daemon(
+    directory: Path, *settings: str, host: str = "2GiB", ssd: str | None = None, first: Sequence[str] = ()
+) -> Iterator[LocalDaemon]:
     """A private kvtierd with slabs of 64 MiB."""
-    running = LocalDaemon(host=host, ssd=ssd, directory=str(directory), settings=settings)
+    running = LocalDaemon(host=host, ssd=ssd, directory=str(directory), settings=settings, first=first)
     try:
         yield running
     finally:
@@ -138,11 +148,9 @@ def lookup(directory: Path) -> list[Row]:
         table = dict.fromkeys(keys)
         started = time.perf_counter()
         for _ in range(rounds):
-            found = 0
             for key in keys:
                 if key not in table:
                     break
-                found += 1
         limit = rounds * 1000 / (time.perf_counter() - started) / 1e6
     return [Row("lookups, round trip included", rate, limit, "M keys/s (limit: loop over a dict)", ">= 3", rate >= 3)]
 
@@ -324,11 +332,7 @@ def main() -> int:
             rows += BENCHES[name](place)
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    print(f"{'':42} {'kvtier':>10} {'limit':>10} {'ratio':>7}  goal")
-    for row in rows:
-        limit, ratio = (f"{row.limit:10.2f}", f"{row.ratio:7.2f}") if row.limit else (f"{'':10}", f"{'':7}")
-        mark = "" if not row.goal else ("met" if row.met else "NOT MET")
-        print(f"{row.name:42} {row.value:10.2f} {limit} {ratio}  {row.goal} {mark}  {row.unit}")
+    Row.print_all(rows)
     if given.json:
         Path(given.json).write_text(json.dumps([vars(row) | {"ratio": row.ratio} for row in rows], indent=2))
     return 0 if all(row.met for row in rows) else 1

@@ -30,21 +30,20 @@ class LocalDaemon:
         ssd: str | int | None = None,
         directory: str | None = None,
         settings: Sequence[str] = (),
+        first: Sequence[str] = (),
     ) -> None:
         """Host memory of that size, and with `ssd` a file tier, under `directory` or a temporary one; `settings` are
-        further ones, such as "tiers.host.slab=64MiB"."""
+        further ones, such as "tiers.host.slab=64MiB", and `first` those of tiers above host memory."""
         self.temporary = directory is None
         self.directory = Path(directory or tempfile.mkdtemp(prefix="kvtier-"))
         self.endpoint = str(self.directory / "run")
-        command = [
-            *(sys.executable, "-m", "kvtier_daemon.main", "--end-with-parent", "--runtime-dir", self.endpoint),
-            *("--set", "tiers.host.medium=host", "--set", f"tiers.host.capacity={host}"),
-            *("--set", "tiers.host.slab=16MiB", "--set", "log_level=warning"),
-        ]
+        given = [*first, "tiers.host.medium=host", f"tiers.host.capacity={host}", "tiers.host.slab=16MiB"]
         if ssd is not None:
-            command += ["--set", "tiers.ssd.medium=file", "--set", f"tiers.ssd.capacity={ssd}"]
-            command += ["--set", f"tiers.ssd.path={self.directory / 'ssd'}", "--set", "tiers.ssd.slab=16MiB"]
-        command += [word for setting in settings for word in ("--set", setting)]
+            given += ["tiers.ssd.medium=file", f"tiers.ssd.capacity={ssd}", f"tiers.ssd.path={self.directory / 'ssd'}"]
+            given += ["tiers.ssd.slab=16MiB"]
+        command = [sys.executable, "-m", "kvtier_daemon.main", "--end-with-parent", "--runtime-dir", self.endpoint]
+        for setting in ("log_level=warning", *given, *settings):
+            command += ["--set", setting]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=_environment())
         atexit.register(self.stop)
         self._wait()

@@ -1,0 +1,267 @@
+"""What the GPU tier gives, beside the link's own limits, on this machine and in this run.
+
+    python bench/gpu.py [--json FILE] [--directory DIR]
+
+The limits are one large pinned copy a direction (and both at once), and a bare O_DIRECT loop for the disk; the peer of
+a borrow is the copy of the same bytes that a cache without shared memory makes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from core import PAGE, Row, bare_disk, daemon, say
+
+from kvtier_client import AttentionLayout, Client, NamespaceClient
+
+GIB = 1 << 30
+LLAMA_70B_TP8 = AttentionLayout(layers=80, kv_heads=1, head_dim=128, dtype="bfloat16")
+SETTINGS = ("tiers.host.slab=512MiB",)
+
+
+def gpu(capacity: str) -> tuple[str, ...]:
+    """The settings of a first tier in the memory of GPU 0."""
+    return ("tiers.hbm.medium=cuda", "tiers.hbm.device=0", f"tiers.hbm.capacity={capacity}", "tiers.hbm.slab=512MiB")
+
+
+def limits() -> dict[str, float]:
+    """GB/s of plain pinned copies of 1 GiB: up, down, and both at once (the sum)."""
+    host = [torch.empty(GIB, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    gpu = [torch.empty(GIB, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+
+    def timed(*copies: tuple[Any, Any, Any]) -> float:
+        best = 0.0
+        for _ in range(4):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            for _ in range(4):
+                for target, source, stream in copies:
+                    with torch.cuda.stream(stream):
+                        target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+            best = max(best, 4 * len(copies) * GIB / (time.perf_counter() - started) / 1e9)
+        return best
+
+    up, down = (gpu[0], host[0], streams[0]), (host[1], gpu[1], streams[1])
+    return {"up": timed(up), "down": timed(down), "both": timed(up, down)}
+
+
+def store(space: NamespaceClient, keys: list[bytes], tier: str) -> None:
+    for start in range(0, len(keys), 256):
+        with space.reserve(keys[: start + 256], start=start, tier=tier, timeout=60) as reservation:
+            for page in reservation:
+                page.torch().view(torch.uint8).fill_(start % 251)
+            reservation.commit(after=torch.cuda.current_stream())
+
+
+def wait(client: Client, tier: int, pages: int) -> None:
+    while client.stats()["tiers"][tier]["pages"] < pages:
+        time.sleep(0.0005)
+
+
+def moves(directory: Path, limit: dict[str, float], layout: AttentionLayout, cap: int, pages: int) -> list[Row]:
+    """Promotion and demotion of `pages` pages, one way and both at once."""
+    size = layout.unit_stride * cap // 16
+    name = f"{size >> 20} MiB pages"
+    say(f"moves of {pages} {name}")
+    total = pages * size
+    hbm = 3 * total // GIB + 2
+    with daemon(directory, *SETTINGS, host=f"{hbm + 2}GiB", first=gpu(f"{hbm}GiB")) as running:
+        client = Client(running.endpoint, device=0)
+        space = client.namespace(layout, model="bench", cap_tokens=cap)
+        skip = space.schedule.pages(16 * cap) if cap > 16 else 0  # pages before the cap is reached are smaller
+        chain = lambda seed: space.keys([seed] * (space.schedule.span(skip + pages - 1).stop))
+
+        figures: dict[str, list[float]] = {"up": [], "down": [], "both": []}
+        for turn in range(4):
+            first, second = chain(10 + turn), chain(50 + turn)
+            store(space, first, "host")
+            started = time.perf_counter()
+            with space.borrow(first, tier="cuda", timeout=60) as lease:
+                up = total / (time.perf_counter() - started) / 1e9
+                assert len(lease) == len(first)
+            with space.reserve(second, tier="hbm", timeout=60) as reservation:
+                for page in reservation:
+                    page.torch().view(torch.uint8).fill_(turn)
+                torch.cuda.synchronize()
+                held = client.stats()["tiers"][1]["pages"]
+                started = time.perf_counter()
+                reservation.commit()
+            wait(client, 1, held + len(second))
+            down = total / (time.perf_counter() - started) / 1e9
+            space.evict()
+            store(space, first, "host")
+            with space.reserve(second, tier="hbm", timeout=60) as reservation:
+                torch.cuda.synchronize()
+                held = client.stats()["tiers"][1]["pages"]
+                started = time.perf_counter()
+                reservation.commit()
+            with space.borrow(first, tier="cuda", timeout=60):
+                pass
+            wait(client, 1, held + len(second))
+            both = 2 * total / (time.perf_counter() - started) / 1e9
+            space.evict()
+            if turn:  # the first makes the slabs
+                for key, value in (("up", up), ("down", down), ("both", both)):
+                    figures[key].append(value)
+    middle = {key: statistics.median(values) for key, values in figures.items()}
+    asked = {"up": 0.95, "down": 0.95, "both": 0.93}
+    return [
+        Row(
+            f"{text}, {name}",
+            middle[key],
+            limit[key],
+            "GB/s (limit: pinned copy)",
+            f">= {asked[key]}",
+            middle[key] >= asked[key] * limit[key],
+        )
+        for key, text in (("up", "host -> HBM"), ("down", "HBM -> host"), ("both", "both at once"))
+    ]
+
+
+def borrows(directory: Path) -> list[Row]:
+    say("borrow of a page in HBM, and of one in host memory")
+    with daemon(directory, *SETTINGS, first=gpu("1GiB")) as running:
+        space = Client(running.endpoint, device=0).namespace(PAGE, model="bench", cap_tokens=16)
+        hbm, host = space.keys([1] * 64), space.keys([2] * 64)
+        store(space, hbm, "hbm")
+        store(space, host, "host")
+        times: dict[str, list[float]] = {"cuda": [], "host": []}
+        for _ in range(10):
+            for tier, keys in (("cuda", hbm), ("host", host)):
+                for _ in range(200):
+                    started = time.perf_counter()
+                    lease = space.borrow(keys[:1], tier=tier)
+                    times[tier].append(time.perf_counter() - started)
+                    lease.release()
+    mine, peer = (statistics.median(times[tier]) * 1e6 for tier in ("cuda", "host"))
+    return [
+        Row("borrow one page in HBM, p50", mine, peer, "us (limit: one in host memory)", "<= 1.1", mine <= 1.1 * peer)
+    ]
+
+
+def second_process(endpoint: str, tokens: int, pipe: Any) -> None:
+    """Borrow a prefix that another process wrote; how long the first and a later time took, and the copy's time."""
+    client = Client(endpoint, device=0)
+    space = client.namespace(LLAMA_70B_TP8, model="llama")
+    keys = space.keys([7] * tokens)
+    torch.zeros(1, device="cuda")
+    results: list[float] = []
+    for _ in range(2):
+        started = time.perf_counter()
+        with space.borrow(keys, tier="cuda") as lease:
+            table = lease.table()
+            torch.cuda.synchronize()
+            results.append(time.perf_counter() - started)
+            assert len(table) == tokens // 16
+    nbytes = sum(space.spec.page_bytes(span.order) for span in space.schedule.spans(tokens))
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    own = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    own.copy_(host)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    own.copy_(host, non_blocking=True)
+    torch.cuda.synchronize()
+    results.append(time.perf_counter() - started)
+    pipe.send((results, nbytes))
+
+
+def prefix(directory: Path) -> list[Row]:
+    tokens = 32768
+    say(f"a prefix of {tokens} tokens of Llama-3-70B TP8, borrowed by a second process")
+    with daemon(directory, *SETTINGS, host="8GiB", first=gpu("4GiB")) as running:
+        space = Client(running.endpoint, device=0).namespace(LLAMA_70B_TP8, model="llama")
+        store(space, space.keys([7] * tokens), "hbm")
+        ours, theirs = multiprocessing.Pipe()
+        spawn = multiprocessing.get_context("spawn")
+        process = spawn.Process(target=second_process, args=(running.endpoint, tokens, theirs))
+        process.start()
+        (first, later, copied), nbytes = ours.recv()
+        process.join()
+    return [
+        Row(
+            f"32k prefix ({nbytes / 1e9:.2f} GB), first borrow",
+            first * 1e3,
+            copied * 1e3,
+            "ms (limit: its copy from pinned memory)",
+            "",
+            True,
+        ),
+        Row(
+            "the same, slabs mapped already", later * 1e3, copied * 1e3, "ms (limit: as above)", "< 10 ms", later < 0.01
+        ),
+    ]
+
+
+def disk(directory: Path) -> list[Row]:
+    say("SSD -> HBM against a bare O_DIRECT loop")
+    pages = 512
+    total = pages * PAGE.unit_stride
+    found, bare = [], []
+    for turn in range(3):
+        with daemon(
+            directory,
+            "tiers.host.slab=256MiB",
+            "tiers.ssd.slab=256MiB",
+            "tiers.ssd.queue_depth=16",
+            host="4GiB",
+            ssd="4GiB",
+            first=gpu("4GiB"),
+        ) as running:
+            client = Client(running.endpoint, device=0)
+            space = client.namespace(PAGE, model="bench", cap_tokens=16)
+            keys = space.keys([turn] * 16 * pages)
+            store(space, keys, "hbm")
+            wait(client, 2, pages)
+            assert space.migrate(keys, "ssd", move=True) == pages
+            started = time.perf_counter()
+            with space.borrow(keys, tier="cuda", timeout=120) as lease:
+                found.append(total / (time.perf_counter() - started) / 1e9)
+                assert len(lease) == pages
+            space.evict()
+        bare.append(bare_disk(directory / "bare", total, PAGE.unit_stride)[1])
+        shutil.rmtree(directory / "ssd")
+    mine, limit = statistics.median(found), statistics.median(bare)
+    return [Row("SSD -> HBM, 2 MiB pages", mine, limit, "GB/s (limit: bare O_DIRECT)", ">= 0.9", mine >= 0.9 * limit)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", help="write the figures there too")
+    parser.add_argument("--directory", help="where the SSD tier's files go (default: a temporary directory)")
+    given = parser.parse_args()
+    place = Path(tempfile.mkdtemp(prefix="kvb-", dir=given.directory))
+    rows: list[Row] = []
+    try:
+        limit = limits()
+        benches: list[Callable[[], list[Row]]] = [
+            lambda: borrows(place),
+            lambda: prefix(place),
+            lambda: moves(place, limit, PAGE, 16, 1024),
+            lambda: moves(place, limit, LLAMA_70B_TP8, 256, 256),
+            lambda: disk(place),
+        ]
+        for bench in benches:
+            rows += bench()
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    Row.print_all(rows)
+    if given.json:
+        Path(given.json).write_text(json.dumps([vars(row) | {"ratio": row.ratio} for row in rows], indent=2))
+    return 0 if all(row.met for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
