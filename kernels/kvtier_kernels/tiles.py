@@ -227,6 +227,7 @@ def load_queries(rows, seen, stride_d, D: tl.constexpr, W: tl.constexpr, KIND: t
 def load_scales(
     entry,
     alive,
+    some,
     inside,
     at_k,
     D: tl.constexpr,
@@ -237,12 +238,13 @@ def load_scales(
 ):
     """K's scales (two halves for int4) and V's of the tile whose entry, or entries of its rows, are given.
 
-    `at_k` is the offset of K's scales of this layer and head. V's are -1 (float8, int8) or 0 (int4) where not `alive`.
+    `at_k` is the offset of K's scales of this layer and head; `some`: the tile
+    has a row to be read at all. V's are -1 (float8, int8) or 0 (int4) where not `alive`.
     """
     if KIND == FLOAT:
         return 1.0, 1.0, 1.0
     elif KIND == INT4:
-        base = ((entry & ADDRESS_BITS) + at_k).to(tl.pointer_type(tl.bfloat16))
+        base = tl.multiple_of(((entry & ADDRESS_BITS) + at_k).to(tl.pointer_type(tl.bfloat16)), 16)
         d = tl.arange(0, W)
         lanes = d < D // 2
         v = tl.load(base + D + inside, mask=alive, other=0.0)
@@ -250,7 +252,6 @@ def load_scales(
             low = tl.load(base[:, None] + d[None, :], mask=alive[:, None] & lanes[None, :], other=0.0)
             high = tl.load(base[:, None] + (d + D // 2)[None, :], mask=alive[:, None] & lanes[None, :], other=0.0)
         else:
-            some = tl.max(alive.to(tl.int32), 0) > 0
             low = tl.load(base + d, mask=lanes & some, other=0.0)
             high = tl.load(base + d + D // 2, mask=lanes & some, other=0.0)
         return low, high, v
@@ -260,9 +261,17 @@ def load_scales(
             k = tl.load(base, mask=alive, other=0.0)
             return k, k, tl.load(base + HK, mask=alive, other=-1.0)
         else:
-            some = tl.max(alive.to(tl.int32), 0) > 0
             k = tl.load(base, mask=some, other=0.0)
             return k, k, tl.load(base + HK, mask=some, other=-1.0)
+
+
+@triton.jit
+def some_alive(tile, length, entry, BLOCK: tl.constexpr, SPAN: tl.constexpr, MIXED: tl.constexpr, TAG: tl.constexpr):
+    """Whether a tile of one unit has a row to be read: said of its first, as a scalar, where a reduction would wait."""
+    some = tile * BLOCK < length
+    if MIXED and not SPAN:
+        some = some & ((entry & 7) == TAG)
+    return some
 
 
 @triton.jit
@@ -320,7 +329,18 @@ def attend(
         alive = n < length
         if MIXED:
             alive = alive & ((entry & 7) == TAG)
-        k0, k1, vs = load_scales(entry, alive, n % U, at_scales, D, W, HK, KIND, SPAN)
+        k0, k1, vs = load_scales(
+            entry,
+            alive,
+            some_alive(first, length, entry, BLOCK, SPAN, MIXED, TAG),
+            n % U,
+            at_scales,
+            D,
+            W,
+            HK,
+            KIND,
+            SPAN,
+        )
     for j in tl.range(first, last, num_stages=STAGES):
         n = j * BLOCK + n0
         alive = n < length
@@ -346,7 +366,7 @@ def attend(
             low, high = widen_nibbles(k, FAST)
             if SPAN:
                 # A scale a channel and a unit: too many to carry, and read with the tile they cost no stage.
-                s0, s1, vt = load_scales(entry, alive, n % U, at_scales, D, W, HK, KIND, SPAN)
+                s0, s1, vt = load_scales(entry, alive, True, n % U, at_scales, D, W, HK, KIND, SPAN)
                 s = tl.dot(q0, tl.trans(low * s0))
                 s = tl.dot(q1, tl.trans(high * s1), s)
             elif SCALE_KEYS:
@@ -416,7 +436,18 @@ def attend(
             alive = n + BLOCK < length
             if MIXED:
                 alive = alive & ((ahead & 7) == TAG)
-            k0, k1, vs = load_scales(ahead, alive, (n + BLOCK) % U, at_scales, D, W, HK, KIND, SPAN)
+            k0, k1, vs = load_scales(
+                ahead,
+                alive,
+                some_alive(j + 1, length, ahead, BLOCK, SPAN, MIXED, TAG),
+                (n + BLOCK) % U,
+                at_scales,
+                D,
+                W,
+                HK,
+                KIND,
+                SPAN,
+            )
             ahead = tl.load(row + entry_index(j + 2, n0, end, U, BLOCK))
         entry = tl.load(row + entry_index(j + 1, n0, end, U, BLOCK))
     return m, l, acc0, acc1, acc2, acc3, unit
@@ -428,34 +459,27 @@ def attend_whole(
     HK: tl.constexpr, D: tl.constexpr, W: tl.constexpr, U: tl.constexpr, BLOCK: tl.constexpr, STORED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`attend` for many rows over whole tiles of float units, without options: what nearly all of a prefill is.
+    """`attend` over whole tiles of float units, without options: what nearly all of a prefill is.
 
-    Scores of the next tile are multiplied while this tile's softmax is worked out, which keeps the matrix units busy
-    (the pipelining within a warpgroup of FlashAttention-3, Shah et al. 2024). The scores of tile `last` are computed
-    for nothing, from whatever its slots hold, and dropped. `factor` must be positive.
+    `factor` must be positive: the maximum is taken of raw products, and scaling is fused into the exponent.
     """
     d = tl.arange(0, W)
     n0 = tl.arange(0, BLOCK)
     HEAD: tl.constexpr = U * D * (STORED.primitive_bitwidth // 8)
     at = (layer.to(tl.int64) * (2 * HK) + head) * HEAD
     end = tl.maximum(length - 1, 0)
-    here = tl.load(row + entry_index(first, n0, end, U, BLOCK))
-    ahead = tl.load(row + entry_index(first + 1, n0, end, U, BLOCK))
-    k = load_whole(here, at, first, n0, d, D, W, U, BLOCK, STORED)
-    s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+    entry = tl.load(row + entry_index(first, n0, end, U, BLOCK))
     for j in tl.range(first, last, num_stages=STAGES):
-        k = load_whole(ahead, at, j + 1, n0, d, D, W, U, BLOCK, STORED)
-        coming = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        k = load_whole(entry, at, j, n0, d, D, W, U, BLOCK, STORED)
+        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         top = tl.maximum(m, tl.max(s, 1) * factor)
         p = tl.exp2(s * factor - top[:, None])
         fade = tl.exp2(m - top)
         l = l * fade + tl.sum(p, 1)
         m = top
-        v = load_whole(here, at + HK * HEAD, j, n0, d, D, W, U, BLOCK, STORED)
+        v = load_whole(entry, at + HK * HEAD, j, n0, d, D, W, U, BLOCK, STORED)
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
-        s = coming
-        here = tl.load(row + entry_index(j + 1, n0, end, U, BLOCK))
-        ahead = tl.load(row + entry_index(j + 2, n0, end, U, BLOCK))
+        entry = tl.load(row + entry_index(j + 1, n0, end, U, BLOCK))
     return m, l, acc
 
 

@@ -43,22 +43,20 @@ def candidates(kernel: str, dtype: str) -> list[Candidate]:
 
     if kernel == "decode":
         if dtype in ("bfloat16", "float16"):
-            found = grid(block=[64], warps=[4], stages=[3], per_sm=[3])
-            found += grid(block=[64], warps=[4], stages=[4], per_sm=[2])
-            found += grid(block=[32], warps=[2], stages=[3, 4], per_sm=[4, 5])
-            return found + grid(block=[64], warps=[2], stages=[3], per_sm=[3])
-        found = grid(block=[64], warps=[4], stages=[3], per_sm=[3]) + grid(
-            block=[64], warps=[2], stages=[3, 4], per_sm=[4]
-        )
-        found += grid(block=[32], warps=[2], stages=[4], per_sm=[5])
-        return found + grid(block=[32, 64], warps=[1], stages=[3, 4], per_sm=[8])
-    if kernel == "prefill":
-        found = grid(block=[64], warps=[8], stages=[2, 3, 4], rows=[128])
+            return grid(block=[64], warps=[4], stages=[3], per_sm=[3]) + grid(
+                block=[64], warps=[4], stages=[4], per_sm=[2]
+            )
+        found = grid(block=[64], warps=[4], stages=[3, 4], per_sm=[3])
         return (
             found
-            + grid(block=[64], warps=[4], stages=[2, 3], rows=[64])
-            + grid(block=[32], warps=[8], stages=[4], rows=[128])
+            + grid(block=[64], warps=[2], stages=[3, 4], per_sm=[4])
+            + grid(block=[32, 64], warps=[1], stages=[3], per_sm=[6])
         )
+    if kernel == "prefill":
+        found = grid(block=[64], warps=[8], stages=[3, 4], rows=[128]) + grid(
+            block=[64], warps=[4], stages=[2, 3], rows=[64]
+        )
+        return found + grid(block=[64], warps=[4], stages=[3], rows=[128])
     few = grid(block=[64], warps=[4, 8], stages=[2, 3], per_sm=[1], rows=[16])
     few += grid(block=[32], warps=[4], stages=[3, 4], per_sm=[1, 2], rows=[16])
     many = grid(block=[64], warps=[8], stages=[1, 2], per_sm=[1], rows=[64])
@@ -116,6 +114,7 @@ def trials(kernel: str, launches: Sequence[Callable[[], object]], tried: Sequenc
         try:
             with tuning.using(kernel, **candidate):
                 found.append(Trial(candidate, tuple(seconds(launch, repeat=9) for launch in launches)))
+            print("  ", candidate, *(f"{t * 1e6:9.1f}" for t in found[-1].times), flush=True)
         except (RuntimeError, TritonError) as error:
             print(f"{kernel} {candidate}: {type(error).__name__}: {str(error)[:120]}", file=sys.stderr)
     return found
