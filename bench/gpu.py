@@ -27,7 +27,7 @@ from kvtier_client import AttentionLayout, Client, NamespaceClient
 
 GIB = 1 << 30
 LLAMA_70B_TP8 = AttentionLayout(layers=80, kv_heads=1, head_dim=128, dtype="bfloat16")
-SETTINGS = ("tiers.host.slab=512MiB",)
+SETTINGS = ("tiers.host.slab=512MiB", "tiers.host.write_queue=64GiB")
 
 
 def gpu(capacity: str) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     medium: Literal["host", "file", "cuda"]
     capacity: Size
     slab: Size = Size(64 * _MIB)
-    device: str = "all"
+    device: str | int = "all"
     path: str = ""
     queue_depth: int = 8
     admission: Literal["always", "second-use"] = "always"

@@ -40,6 +40,7 @@ class FirstToken:
         self.puts += 1
         if self.puts == 2:
             self.at = time.perf_counter()
+            say("answering")
 
     def end(self) -> None:
         pass
@@ -120,7 +121,7 @@ def answer(given: argparse.Namespace) -> dict[str, Any]:
         keys = space.keys(prompt)
         held = borrow(space, keys, prompt, model.config)
         borrow_seconds = time.perf_counter() - started
-    say(f"prefilling {len(prompt) - held.tokens:,} of {len(prompt):,} tokens, then answering")
+    say(f"prefilling {len(prompt) - held.tokens:,} of {len(prompt):,} tokens")
     first = FirstToken()
     with torch.inference_mode():
         ids = torch.tensor([prompt])
@@ -169,6 +170,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=32)
     given = parser.parse_args()
     if given.unpack:
+        say("dequantising its weights")
         smollm.unpack(given.model)
         return 0
     print(json.dumps(answer(given)), flush=True)

@@ -206,6 +206,13 @@ class Client:
             with contextlib.suppress(DaemonLost):
                 self.on(current, "release", wire.Release(wire.pack_u64(due)))
 
+    def _meanwhile(self, attachment: Attachment, verb: str) -> bool:
+        """While a call waits: give back what its kernels have let go of, which may be what it waits for. Whether the
+        daemon still lives."""
+        if self._deferred and verb != "release":
+            self._release_deferred()
+        return attachment.alive()
+
     def _attach(self) -> Attachment:
         return Attachment(self.directory, name=self.name, read_only=self.read_only, gpu=self.gpu)
 
@@ -217,8 +224,6 @@ class Client:
             channel.close()
         if reply.notices != attachment.seen_notices or attachment.retired:
             attachment.notice(reply.notices)
-        if self._deferred:
-            self._release_deferred()
 
     def lost(self, attachment: Attachment) -> None:
         """The daemon of this attachment is gone."""
@@ -237,10 +242,12 @@ class Client:
     def _exchange(
         self, attachment: Attachment, verb: str, body: wire.Body, kind: type[BodyT] | None, timeout: float
     ) -> BodyT | None:
+        if self._deferred and verb != "release":
+            self._release_deferred()
         channel = self._channel(attachment)
         try:
             channel.send(verb, timeout, body)
-            reply = channel.receive(timeout, attachment.alive)
+            reply = channel.receive(timeout, lambda: self._meanwhile(attachment, verb))
         except (DaemonLost, NotAttached) as error:
             channel.close()
             self.lost(attachment)

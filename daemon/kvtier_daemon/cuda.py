@@ -172,6 +172,7 @@ class StreamLane(Lane):
                     self.medium.shrink(job.slab.id, job.slab.backing)
             except Exception as error:  # noqa: BLE001 (whatever it is, the store must hear of it)
                 job.error = self._judged(error)
+                log.warning("%s", job.error)
             job.seconds = time.monotonic() - started
             self.report([job])
         for direction, group in copies.items():

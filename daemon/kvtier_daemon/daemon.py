@@ -205,7 +205,7 @@ class Daemon:
         except CudaUnavailable as error:
             log.error("tier %s is left out: %s; the others serve", name, error)
             return
-        chosen = [gpu for gpu in found if settings.device in ("all", gpu.uuid, str(gpu.ordinal))]
+        chosen = [gpu for gpu in found if str(settings.device) in ("all", gpu.uuid, str(gpu.ordinal))]
         if not chosen:
             there = ", ".join(f"{gpu.ordinal} ({gpu.uuid})" for gpu in found)
             raise ConfigError(f"tiers.{name}.device {settings.device!r} is none of the GPUs here: {there}")

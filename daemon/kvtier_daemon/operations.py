@@ -142,8 +142,7 @@ class Borrowing(Operation):
                 counters.hit_tokens[origin] += page.tokens
         self.store.touch(self.pages)
         if self.tier is not None:
-            for page in self.pages:
-                leave_crowded(self.store, page, self.tier)
+            leave_crowded(self.store, self.pages, self.tier)
         self.finish(self.result([frame for frame, _, _ in self.held]))
 
 
@@ -172,7 +171,11 @@ class Migrating(Borrowing):
         if self.move and there is not None:
             for page in reversed(pages):
                 for other in page.frames:
-                    if other is not None and other.tier is not there and (other.tier.index < there.index or other.tier.device):
+                    if (
+                        other is not None
+                        and other.tier is not there
+                        and (other.tier.index < there.index or other.tier.device)
+                    ):
                         self.store.shed(other)
         return Count(len(pages))
 

@@ -32,13 +32,20 @@ def place(store: Store, page: Page, wanted: Tier | None, readable: frozenset[int
     return wanted if store.can_take(owner, there.touched) else there.tier
 
 
-def leave_crowded(store: Store, page: Page, tier: Tier) -> None:
-    """`page` is lent in `tier` now: if it came from another GPU that has no frame free, it leaves there."""
-    own = page.frames[tier.index]
-    if not tier.device or own is None or own.state is not State.READY:
+def leave_crowded(store: Store, run: list[Page], tier: Tier) -> None:
+    """`run` is lent in `tier` now: what of it came from a GPU that has no frame free leaves there."""
+    if not tier.device:
         return
-    for frame in page.frames:
-        if frame is not None and frame is not own and frame.tier.device and not frame.slab.owner.free:
+    replicas = [
+        frame
+        for page in run
+        if page.frames[tier.index] is not None
+        for frame in page.frames
+        if frame is not None and frame.tier.device and frame.tier is not tier
+    ]
+    crowded = {frame.slab.owner for frame in replicas if not frame.slab.owner.free}
+    for frame in reversed(replicas):
+        if frame.slab.owner in crowded:
             store.shed(frame)
 
 

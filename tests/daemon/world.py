@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from kvtier.config import Size, TierConfig
 from kvtier.errors import KvtierError
 from kvtier.keys import Namespace, chain
@@ -38,7 +40,7 @@ class World:
                 **settings,  # type: ignore[arg-type]
             )
             tiers.append(Tier(number, f"tier{number}", config, persistent=last, mappable=not last))
-        for upper, lower in zip(tiers, tiers[1:], strict=False):
+        for upper, lower in itertools.pairwise(tiers):
             upper.below = lower
         self.tiers = tiers
         if len(tiers) > 2:  # as HBM and a disk: what goes from one to the other goes through memory

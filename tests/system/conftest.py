@@ -26,7 +26,9 @@ PATIENCE = 30.0
 ROOT = Path(__file__).parents[2]
 _ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith("KVTIER")},
-    "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in (".", "daemon", "client", "kernels")),
+    "PYTHONPATH": os.pathsep.join(
+        [*(str(ROOT / part) for part in (".", "daemon", "client", "kernels")), os.environ.get("PYTHONPATH", "")]
+    ),
     "PYTHONDONTWRITEBYTECODE": "1",
 }
 
@@ -45,14 +47,16 @@ class Process:
     def __init__(self, *command: str, errors: Path, user: int | None = None) -> None:
         self.errors = errors
         with errors.open("ab") as log:
-            self.process = subprocess.Popen(
+            self.process: subprocess.Popen[bytes] = subprocess.Popen(
                 [sys.executable, "-m", *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=_ENVIRONMENT,
                 cwd=ROOT,
-                **({} if user is None else {"user": user, "group": 0, "extra_groups": []}),
+                user=user,
+                group=None if user is None else 0,
+                extra_groups=None if user is None else [],
             )
         self._output = b""
 

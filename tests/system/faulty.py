@@ -23,9 +23,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvtier.errors import SlabError
 from kvtier_daemon import index, main, media, server
 from kvtier_daemon.jobs import Erase, Job, Record
 from kvtier_daemon.slabs import Frame
+from kvtier_daemon.store import SourceLost
 
 EXITED = 77
 """Exit status of a daemon that met "exit"."""
@@ -77,14 +79,14 @@ def arrange(faults: Faults) -> None:
         try:
             faults.reach("load", frame.offset)
         except OSError as error:
-            raise media.SourceLost(f"cannot read: {error.strerror}") from error
+            raise SourceLost(f"cannot read: {error.strerror}") from error
         plain_load(self, frame, into)
 
     def grow(self: media.FileMedium, slab_id: int, nbytes: int) -> int:
         try:
             faults.reach("grow")
         except OSError as error:
-            raise media.SlabError(f"no room: {error.strerror}") from error
+            raise SlabError(f"no room: {error.strerror}") from error
         return plain_grow(self, slab_id, nbytes)
 
     def apply(self: index.Index, jobs: list[Job]) -> None:

@@ -14,8 +14,9 @@ from tests.system import pages
 def main() -> None:
     where, options = sys.argv[1], json.loads(sys.argv[2])
     names: dict[str, Any] = {name: getattr(pages, name) for name in pages.__all__}
+    bare = options.pop("bare", False)
     client = names["client"] = Client(where, **options)
-    if not options.get("bare"):
+    if not bare:
         names["space"] = pages.open_space(client)
     print(json.dumps({"result": "ready"}), flush=True)
     for line in sys.stdin:

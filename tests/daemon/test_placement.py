@@ -1,0 +1,122 @@
+"""The cost rule for pages that another GPU holds, on a store whose first two tiers stand for two GPUs."""
+
+from __future__ import annotations
+
+import itertools
+
+from kvtier.wire import Borrowed, unpack_handles
+from kvtier_daemon.cuda import adjacent
+from kvtier_daemon.jobs import Copy, Priority
+from kvtier_daemon.sessions import Session
+from tests.daemon.world import UNIT, World
+
+
+class TwoGpus(World):
+    def __init__(self, first: int, second: int, slab: int = 4) -> None:
+        super().__init__(first, second, 64, 64, slab=slab)
+        one, two, host, file = self.tiers
+        one.device, two.device = "GPU-1", "GPU-2"
+        one.below = two.below = host
+        for tier in (one, two):
+            tier.direct = {0, 1, 2}
+            tier.slab_bytes = lambda frame_bytes: slab * UNIT  # type: ignore[method-assign]
+        host.direct, file.direct = {0, 1, 2, 3}, {2, 3}
+
+    def lent(self, session: Session, keys: list[bytes], tier: int | None) -> list[int]:
+        """The tiers of the pages that a borrow gives; released at once."""
+        operation, answers = self.borrow(session, keys, tier)
+        self.settle()
+        if not operation.done:
+            operation.expire()
+        (answer,) = answers
+        assert isinstance(answer, Borrowed)
+        where = {slab.id: number for number, each in enumerate(self.tiers) for slab in each.slabs.values()}
+        found = [where[handle.slab] for handle in unpack_handles(answer.handles)]
+        if answer.lease:
+            self.sessions.release(session, answer.lease)
+            self.store.run()
+        return found
+
+
+def test_a_page_of_another_gpu_is_replicated_where_there_is_room() -> None:
+    world = TwoGpus(16, 16)
+    session = world.session()
+    space = world.namespace(session)
+    keys = world.keys(space, 6)
+    world.store_chain(session, space, keys)
+    assert world.lent(session, keys, 1) == [1] * 6
+    assert world.lent(session, keys, 0) == [0] * 6, "the first GPU keeps its own"
+    world.store.check()
+
+
+def test_it_is_read_in_place_where_every_frame_holds_something_more_recent() -> None:
+    world = TwoGpus(16, 4)
+    session = world.session()
+    space = world.namespace(session)
+    old, new = world.keys(space, 4), world.keys(space, 6, branch=1)[2:]
+    world.store_chain(session, space, old)
+    operation, answers = world.reserve(session, space, world.keys(space, 4, branch=2), tier=1)
+    world.settle()
+    world.commit(session, operation)
+    world.settle()
+    assert answers and new
+    assert world.lent(session, world.keys(space, 4, branch=2), 1)[-2:] == [1, 1]
+    assert 0 in world.lent(session, old, 1), "its frames on GPU 2 would cost pages used later"
+
+
+def test_it_is_moved_off_a_gpu_that_has_no_frame_left() -> None:
+    world = TwoGpus(4, 16)
+    session = world.session()
+    space = world.namespace(session)
+    keys = world.keys(space, 4)
+    world.store_chain(session, space, keys)
+    assert world.lent(session, keys, 1) == [1] * 4
+    pages = session.tenant.run(keys)
+    assert all(page.frames[0] is None and page.frames[1] is not None for page in pages)
+
+
+def test_any_gives_what_lies_in_no_readable_tier_in_host_memory() -> None:
+    world = TwoGpus(16, 16)
+    session = world.session()
+    space = world.namespace(session)
+    keys = world.keys(space, 4)
+    world.store_chain(session, space, keys)
+    for page in session.tenant.run(keys):
+        for frame in page.frames[:3]:
+            world.store.shed(frame)
+    world.settle()
+    assert world.lent(session, keys, None) == [2] * 4
+    assert world.lent(session, keys, 0) == [0] * 4, "and from the disk to a GPU it goes through host memory"
+    blind = world.session()
+    blind.readable = frozenset({2})
+    assert world.lent(blind, keys, None) == [2] * 4
+
+
+def test_frames_side_by_side_at_both_ends_go_as_one_copy() -> None:
+    world = World(16, 16, 16)
+    session = world.session()
+    space = world.namespace(session)
+    keys = world.keys(space, 4)
+    operation, _ = world.reserve(session, space, keys)
+    world.settle()
+    pages = world.commit(session, operation)
+
+    def ends(job: Copy) -> tuple[int, int]:
+        return (
+            job.source.slab.id * 1000 * UNIT + job.source.offset,
+            job.target.slab.id * 1000 * UNIT + job.target.offset,
+        )
+
+    world.settle()
+    source = [page.frames[0] for page in pages]
+    target = [page.frames[1] for page in pages]
+    copies = [
+        Copy(page, first, second, Priority.WRITE)
+        for page, first, second in zip(pages, source, target, strict=True)
+        if first is not None and second is not None
+    ]
+    runs = adjacent(copies, ends)
+    assert sum(map(len, runs)) == 4
+    for run in runs:
+        for before, after in itertools.pairwise(run):
+            assert ends(after) == tuple(end + UNIT for end in ends(before))
