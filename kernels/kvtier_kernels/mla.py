@@ -23,6 +23,51 @@ from kvtier_kernels.plan import locate, pick, spans
 from kvtier_kernels.tiles import ADDRESS_BITS, FLOAT, MASKED, entry_index, settle
 
 
+@triton.jit
+def fold(
+    ql, qr, scale, positions, m, l, acc, row, first, last, length, layer,
+    D: tl.constexpr, R: tl.constexpr, U: tl.constexpr, BLOCK: tl.constexpr, STORED: tl.constexpr, EDGE: tl.constexpr,
+    CAUSAL: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Fold tiles `first` to `last` of a sequence into the state (m, l, acc), as `tiles.attend` does."""
+    SPAN: tl.constexpr = U % BLOCK != 0
+    d = tl.arange(0, D)
+    e = tl.arange(0, R)
+    n0 = tl.arange(0, BLOCK)
+    end = tl.maximum(length - 1, 0)
+    at = layer.to(tl.int64) * (U * (D + R) * (STORED.primitive_bitwidth // 8))
+    entry = tl.load(row + entry_index(first, n0, end, U, BLOCK))
+    for j in tl.range(first, last, num_stages=STAGES):
+        n = j * BLOCK + n0
+        alive = n < length
+        base = tl.multiple_of(((entry & ADDRESS_BITS) + at).to(tl.pointer_type(STORED)), 16)
+        if SPAN:
+            token = n % U
+        else:
+            token = (j * BLOCK) % U + n0
+        rows = base + token * (D + R)
+        if EDGE:
+            kl = tl.load(rows[:, None] + d[None, :], mask=alive[:, None], other=0.0).to(ql.dtype)
+            kr = tl.load(rows[:, None] + (D + e)[None, :], mask=alive[:, None], other=0.0).to(ql.dtype)
+        else:
+            kl = tl.load(rows[:, None] + d[None, :]).to(ql.dtype)
+            kr = tl.load(rows[:, None] + (D + e)[None, :]).to(ql.dtype)
+        s = tl.dot(ql, tl.trans(kl), input_precision="ieee")
+        s = tl.dot(qr, tl.trans(kr), s, input_precision="ieee") * scale
+        if EDGE:
+            s = tl.where(alive[None, :], s, MASKED)
+        if CAUSAL:
+            s = tl.where(n[None, :] <= positions[:, None], s, MASKED)
+        top = tl.maximum(m, tl.max(s, 1))
+        weights = tl.exp2(s - top[:, None])
+        fade = tl.exp2(m - top)
+        l = l * fade + tl.sum(weights, 1)
+        m = top
+        acc = tl.dot(weights.to(ql.dtype), kl, acc * fade[:, None], input_precision="ieee")
+        entry = tl.load(row + entry_index(j + 1, n0, end, U, BLOCK))
+    return m, l, acc
+
+
 @triton.jit(do_not_specialize=["layer", "batch", "width"])
 def mla_kernel(
     QL, QR, TABLE, LENGTHS, OUT, LSE, PARTS, PART_LSE, scale, layer, batch, width,
@@ -33,7 +78,6 @@ def mla_kernel(
     if CHAIN:
         tl.extra.cuda.gdc_launch_dependents()
     p = tl.program_id(0)
-    SPAN: tl.constexpr = U % BLOCK != 0
     index = tl.arange(0, BATCH)
     lens, _firsts, counts = spans(LENGTHS, index, batch, width, T, 0, U, BLOCK, False)
     ends = tl.cumsum(counts, 0)
@@ -44,7 +88,6 @@ def mla_kernel(
     r = tl.arange(0, ROWS)
     d = tl.arange(0, D)
     e = tl.arange(0, R)
-    n0 = tl.arange(0, BLOCK)
     while tile < stop:
         sequence, start = locate(counts, ends, index, tile, BLOCKS)
         count = pick(counts, index, sequence)
@@ -66,33 +109,19 @@ def mla_kernel(
         l = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, D], tl.float32)
         row = TABLE + wide * s_table
-        end = tl.maximum(length - 1, 0)
-        at = layer.to(tl.int64) * (U * (D + R) * (STORED.primitive_bitwidth // 8))
-        entry = tl.load(row + entry_index(first, n0, end, U, BLOCK))
-        for j in tl.range(first, first + here, num_stages=STAGES):
-            n = j * BLOCK + n0
-            alive = n < length
-            base = tl.multiple_of(((entry & ADDRESS_BITS) + at).to(tl.pointer_type(STORED)), 16)
-            if SPAN:
-                token = n % U
-            else:
-                token = (j * BLOCK) % U + n0
-            rows = base + token * (D + R)
-            kl = tl.load(rows[:, None] + d[None, :], mask=alive[:, None], other=0.0).to(ql.dtype)
-            kr = tl.load(rows[:, None] + (D + e)[None, :], mask=alive[:, None], other=0.0).to(ql.dtype)
-            s = tl.dot(ql, tl.trans(kl), input_precision="ieee")
-            s = tl.dot(qr, tl.trans(kr), s, input_precision="ieee") * scale
-            seen = alive[None, :]
-            if T > 1:
-                seen = seen & (n[None, :] <= positions[:, None])
-            s = tl.where(seen, s, MASKED)
-            top = tl.maximum(m, tl.max(s, 1))
-            weights = tl.exp2(s - top[:, None])
-            fade = tl.exp2(m - top)
-            l = l * fade + tl.sum(weights, 1)
-            m = top
-            acc = tl.dot(weights.to(ql.dtype), kl, acc * fade[:, None], input_precision="ieee")
-            entry = tl.load(row + entry_index(j + 1, n0, end, U, BLOCK))
+        end = first + here
+        # As in decode: tiles that every query token sees whole are read without masks.
+        whole = tl.minimum(end, tl.maximum(length - T + 1, 0) // BLOCK)
+        m, l, acc = fold(
+            ql, qr, scale, positions, m, l, acc, row, first, whole, length, layer, D, R, U, BLOCK, STORED, False,
+            False, STAGES,
+        )  # fmt: skip
+        first = tl.maximum(whole, first)
+        if first < end:
+            m, l, acc = fold(
+                ql, qr, scale, positions, m, l, acc, row, first, end, length, layer, D, R, U, BLOCK, STORED, True,
+                T > 1, 1,
+            )  # fmt: skip
         norm, lse = settle(m, l, 1.0, l, False)
         acc *= norm[:, None]
         if here == count:

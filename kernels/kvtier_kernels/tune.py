@@ -57,13 +57,10 @@ def candidates(kernel: str, dtype: str) -> list[Candidate]:
             block=[64], warps=[4], stages=[2, 3], rows=[64]
         )
         return found + grid(block=[64], warps=[4], stages=[3], rows=[128])
-    few = grid(block=[64], warps=[4, 8], stages=[2, 3], per_sm=[1], rows=[16])
-    few += grid(block=[32], warps=[4], stages=[3, 4], per_sm=[1, 2], rows=[16])
-    many = grid(block=[64], warps=[8], stages=[1, 2], per_sm=[1], rows=[64])
-    many += grid(block=[32], warps=[8], stages=[2, 3, 4], per_sm=[1], rows=[64])
-    many += grid(block=[32], warps=[4], stages=[3], per_sm=[2], rows=[32]) + grid(
-        block=[64], warps=[8], stages=[2], per_sm=[1], rows=[32]
-    )
+    few = grid(block=[64], warps=[4, 8], stages=[3], per_sm=[1], rows=[16])
+    few += grid(block=[32], warps=[4], stages=[3], per_sm=[2], rows=[16])
+    many = grid(block=[64], warps=[8], stages=[2], per_sm=[1], rows=[64])
+    many += grid(block=[32], warps=[8], stages=[3], per_sm=[1], rows=[64])
     return few if dtype == "few" else many
 
 

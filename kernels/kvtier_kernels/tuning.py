@@ -113,7 +113,7 @@ def mla(layout: LatentLayout, rows: int, device: Device = None) -> Choice:
     if interpreting() and not isinstance(device, int):
         return Choice(block=16 if layout.unit_tokens == 16 else 32, warps=4, stages=1, rows=16, sms=3)
     few = rows <= 16
-    choice = Choice(block=64, warps=4 if few else 8, stages=2, per_sm=1, rows=16 if few else 64)
+    choice = Choice(block=64, warps=8, stages=3 if few else 2, per_sm=1, rows=16 if few else 64)
     if layout.dtype == "float32":
         choice = Choice(block=16, warps=4, stages=1, per_sm=1, rows=16)
     return _recorded("mla", mla_key(layout, rows), choice)._replace(sms=multiprocessors(device))
