@@ -9,7 +9,7 @@ import sys
 from kvtier.layout import AttentionLayout, LatentLayout
 from kvtier_kernels import tune, tuning
 
-JOBS = [("decode", dtype, 64) for dtype in ("bfloat16", "float8_e4m3fn", "int8", "int4")]
+JOBS = [("decode", dtype, 64) for dtype in ("float8_e4m3fn", "int4")]
 JOBS += [("prefill", "bfloat16", 64), ("mla", "few", 16), ("mla", "many", 128)]
 
 
@@ -29,7 +29,7 @@ def compile_one(job: tuple[str, str, int, dict[str, int], int]) -> None:
 def main() -> None:
     jobs = []
     for kernel, dtype, heads in JOBS:
-        batches = {"decode": (1, 16, 64, 256), "prefill": (1,), "mla": (8, 64)}[kernel]
+        batches = {"decode": (1, 64), "prefill": (1,), "mla": (8, 64)}[kernel]
         jobs += [(kernel, dtype, heads, c, b) for c in tune.candidates(kernel, dtype) for b in batches]
     with multiprocessing.get_context("spawn").Pool(int(sys.argv[1]) if len(sys.argv) > 1 else 8) as pool:
         pool.map(compile_one, jobs, chunksize=1)

@@ -110,17 +110,19 @@ def mla_kernel(
         acc = tl.zeros([ROWS, D], tl.float32)
         row = TABLE + wide * s_table
         end = first + here
-        # As in decode: tiles that every query token sees whole are read without masks.
-        whole = tl.minimum(end, tl.maximum(length - T + 1, 0) // BLOCK)
-        m, l, acc = fold(
-            ql, qr, scale, positions, m, l, acc, row, first, whole, length, layer, D, R, U, BLOCK, STORED, False,
-            False, STAGES,
-        )  # fmt: skip
-        first = tl.maximum(whole, first)
+        if ROWS <= 32:
+            # As in decode: tiles that every query token sees whole are read without masks. With more rows a second
+            # loop costs more in registers than the masks do.
+            whole = tl.minimum(end, tl.maximum(length - T + 1, 0) // BLOCK)
+            m, l, acc = fold(
+                ql, qr, scale, positions, m, l, acc, row, first, whole, length, layer, D, R, U, BLOCK, STORED, False,
+                False, STAGES,
+            )  # fmt: skip
+            first = tl.maximum(whole, first)
         if first < end:
             m, l, acc = fold(
                 ql, qr, scale, positions, m, l, acc, row, first, end, length, layer, D, R, U, BLOCK, STORED, True,
-                T > 1, 1,
+                T > 1, 1 if ROWS <= 32 else STAGES,
             )  # fmt: skip
         norm, lse = settle(m, l, 1.0, l, False)
         acc *= norm[:, None]

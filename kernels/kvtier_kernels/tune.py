@@ -23,7 +23,7 @@ from kvtier_kernels.mla import mla
 from kvtier_kernels.prefill import prefill
 
 Candidate = dict[str, int]
-DECODE_SHAPES = ((1, 131072), (64, 4096), (256, 1024), (16, 1024))
+DECODE_SHAPES = ((1, 131072), (64, 4096))
 PREFILL_SHAPES = ((8192, 32768),)
 MLA_SHAPES = ((8, 32768), (64, 2048))
 
@@ -43,15 +43,11 @@ def candidates(kernel: str, dtype: str) -> list[Candidate]:
 
     if kernel == "decode":
         if dtype in ("bfloat16", "float16"):
-            return grid(block=[64], warps=[4], stages=[3], per_sm=[3]) + grid(
-                block=[64], warps=[4], stages=[4], per_sm=[2]
-            )
-        found = grid(block=[64], warps=[4], stages=[3, 4], per_sm=[3])
-        return (
-            found
-            + grid(block=[64], warps=[2], stages=[3, 4], per_sm=[4])
-            + grid(block=[32, 64], warps=[1], stages=[3], per_sm=[6])
-        )
+            found = grid(block=[64], warps=[4], stages=[3], per_sm=[3])
+            return found + grid(block=[64], warps=[4], stages=[4], per_sm=[2])
+        found = grid(block=[64], warps=[4], stages=[3], per_sm=[3])
+        found += grid(block=[64], warps=[2], stages=[3, 4], per_sm=[4])
+        return found + grid(block=[32], warps=[1], stages=[3], per_sm=[6])
     if kernel == "prefill":
         found = grid(block=[64], warps=[8], stages=[3, 4], rows=[128]) + grid(
             block=[64], warps=[4], stages=[2, 3], rows=[64]
