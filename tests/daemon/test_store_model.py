@@ -198,9 +198,9 @@ class StoreMachine(RuleBasedStateMachine):
                 assert world.read(frame) == value, "a leased frame was overwritten"
         for tenant in world.directory.tenants.values():
             for key, page in tenant.pages.items():
-                for frame in page.frames:
-                    if frame is not None and frame.state is State.READY:
-                        assert world.read(frame) == key, "a page holds another's bytes"
+                for replica in page.frames:
+                    if replica is not None and replica.state is State.READY:
+                        assert world.read(replica) == key, "a page holds another's bytes"
 
     def teardown(self) -> None:
         """Whatever happened: let go of everything, and everything can be evicted."""

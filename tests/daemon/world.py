@@ -27,7 +27,7 @@ class World:
     def __init__(self, *units: int, slab: int = 4, persistent: bool = True, **settings: object) -> None:
         """Tiers of so many units each; the last is persistent, the others can be mapped by workers."""
         self.jobs: list[Job] = []
-        self.bytes: dict[tuple[int, int], object] = {}
+        self.bytes: dict[tuple[int, int, int], object] = {}
         self.index: dict[bytes, tuple[int, int]] = {}
         tiers = []
         for number, size in enumerate(units):
@@ -119,10 +119,10 @@ class World:
         self.settle()
 
     def write(self, frame: Frame, value: object) -> None:
-        self.bytes[frame.slab.id, frame.index, frame.nbytes] = value  # type: ignore[index]
+        self.bytes[frame.slab.id, frame.index, frame.nbytes] = value
 
     def read(self, frame: Frame) -> object:
-        return self.bytes.get((frame.slab.id, frame.index, frame.nbytes))  # type: ignore[call-overload]
+        return self.bytes.get((frame.slab.id, frame.index, frame.nbytes))
 
     def do(self, job: Job, error: Exception | None = None) -> None:
         """Run one job, or fail it, and let the store take note."""

@@ -221,7 +221,7 @@ def test_replies_arrive_as_sent() -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        *(wire.Hello(1, "n", True), wire.Welcome(1, b"t", 2, "/r", "uid:0", [("host", "host")]), wire.WantSlab(4)),
+        *(wire.Hello(1, "n", True), wire.Welcome(1, b"t", 2, "/r", "uid:0", [("host", "host", "")]), wire.WantSlab(4)),
         *(wire.SlabIs(4, 0, 1 << 30), wire.WantProbe(4096), wire.ProbeIs(KEY), wire.Retire(2), wire.Dropped(2)),
         wire.Refused("invalid", "no"),
     ],
