@@ -39,13 +39,14 @@ def write(reservation: Reservation, keys: Sequence[bytes]) -> None:
 
 
 def put(space: NamespaceClient, keys: Sequence[bytes], *, timeout: float = 20.0) -> None:
-    """Store the whole chain; what is there already stays."""
-    start = space.lookup(keys)
-    while start < len(keys):
-        with space.reserve(keys, start=start, timeout=timeout) as reservation:
-            write(reservation, keys)
-            reservation.commit()
-        start += len(reservation.status)
+    """Store the whole chain as an engine does: what is there already is borrowed, and so stays, meanwhile."""
+    with space.borrow(keys, timeout=timeout) as prefix:
+        start = len(prefix)
+        while start < len(keys):
+            with space.reserve(keys, start=start, timeout=timeout) as reservation:
+                write(reservation, keys)
+                reservation.commit()
+            start += len(reservation.status)
 
 
 def wrong(lease: Lease, keys: Sequence[bytes]) -> list[int]:
