@@ -16,17 +16,20 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from kvtier import paths
 from kvtier.errors import ConfigError
 from kvtier.layout import ALIGNMENT
+from kvtier.memory import available_memory
 from kvtier.sizes import format_size, parse_size
 
 ENV_PREFIX = "KVTIER__"
 _MIB = 1 << 20
+
+StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 
 class Size(int):
@@ -108,28 +111,13 @@ def default_tiers() -> dict[str, TierConfig]:
     }
 
 
-def available_memory() -> int:
-    """Bytes that this process could still take: of the machine, or of its memory cgroup where that is less."""
-    with open("/proc/meminfo") as lines:
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    try:
-        group = Path("/proc/self/cgroup").read_text().rpartition("0::")[2].split("\n")[0].strip("/")
-        base = Path("/sys/fs/cgroup") / group
-        limit, used = (base / "memory.max").read_text().strip(), int((base / "memory.current").read_text())
-        if limit != "max":
-            free = min(free, max(0, int(limit) - used))
-    except (OSError, ValueError):
-        pass
-    return free
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as handle:
             return tomllib.load(handle)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; give the right path with --config") from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # also of bytes that are no UTF-8
         raise ConfigError(f"{path}: not TOML: {error}") from error
 
 
@@ -156,11 +144,17 @@ def _convert(data: dict[str, Any], source: str) -> Config:
         for name, entry in entries.items():
             if isinstance(entry, dict):
                 _check_keys(entry, kind, source, f"{section}.{name}.")
+            _converted(entry, kind, source, f"{section}.{name}")
+    return _converted(data, Config, source, "")
+
+
+def _converted(data: Any, kind: type[StructT], source: str, place: str) -> StructT:
     try:
-        return msgspec.convert(data, Config, dec_hook=_size)
+        return msgspec.convert(data, kind, dec_hook=_size)
     except msgspec.ValidationError as error:
-        reason, _, where = str(error).partition(" - at `$.")
-        raise ConfigError(f"{source}: {where.rstrip('`') or 'settings'}: {reason}") from error
+        reason, _, path = str(error).partition(" - at `$")
+        where = (place + path.rstrip("`")).lstrip(".")
+        raise ConfigError(f"{source}: {where or 'settings'}: {reason}") from error
 
 
 def _size(kind: type, value: Any) -> Any:
@@ -208,6 +202,20 @@ def _checked(config: Config, source: str) -> Config:
         for tier_name in (*tenant.guaranteed, *tenant.limit):
             if tier_name not in tiers:
                 raise ConfigError(f"{source}: tenants.{name}: no tier {tier_name!r}; there are: {', '.join(tiers)}")
+        for tier_name, limit in tenant.limit.items():
+            if limit < tenant.guaranteed.get(tier_name, 0):
+                raise ConfigError(
+                    f"{source}: tenants.{name}.limit.{tier_name} {format_size(limit)} is below its guarantee of "
+                    f"{format_size(tenant.guaranteed[tier_name])}: raise the limit or lower the guarantee"
+                )
+    for kind in ("uids", "gids"):
+        owners: dict[int, str] = {}
+        for name, tenant in config.tenants.items():
+            for number in getattr(tenant, kind):
+                if owners.setdefault(number, name) != name:
+                    raise ConfigError(
+                        f"{source}: tenants.{name}.{kind}: {number} is of tenant {owners[number]} too: leave it in one"
+                    )
     for tier_name, tier in tiers.items():
         promised = sum(tenant.guaranteed.get(tier_name, 0) for tenant in config.tenants.values())
         if promised > tier.capacity:

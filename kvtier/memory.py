@@ -11,8 +11,24 @@ import ctypes
 import fcntl
 import mmap
 import os
+from pathlib import Path
 
 from kvtier.errors import SlabError
+
+
+def available_memory() -> int:
+    """Bytes that this process could still take: of the machine, or of its memory cgroup where that is less."""
+    with open("/proc/meminfo") as lines:
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    try:
+        group = Path("/proc/self/cgroup").read_text().rpartition("0::")[2].split("\n")[0].strip("/")
+        base = Path("/sys/fs/cgroup") / group
+        limit, used = (base / "memory.max").read_text().strip(), int((base / "memory.current").read_text())
+        if limit != "max":
+            free = min(free, max(0, int(limit) - used))
+    except (OSError, ValueError):
+        pass
+    return free
 
 
 def create_memfd(name: str, nbytes: int) -> int:
@@ -20,6 +36,10 @@ def create_memfd(name: str, nbytes: int) -> int:
 
     Raises SlabError, with nothing left behind, where memory or a limit does not allow it.
     """
+    if nbytes > available_memory():  # the kernel would not refuse, but kill someone
+        raise SlabError(
+            f"no memory for a slab of {nbytes} bytes: {available_memory()} are left; lower the tier's capacity or free memory"
+        )
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(fd, 0o600)

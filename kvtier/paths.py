@@ -36,7 +36,11 @@ def find_endpoint(endpoint: str | os.PathLike[str] | None = None) -> Path:
         path = Path(named)
         return path.parent if path.name == ATTACH_SOCKET else path
     own = user_dir()
-    return own if (own / ATTACH_SOCKET).exists() else SYSTEM_DIR
+    try:
+        trusted = (own / ATTACH_SOCKET).stat().st_uid in (0, os.geteuid())  # it may stand in /tmp, where anyone can
+    except OSError:
+        trusted = False
+    return own if trusted else SYSTEM_DIR
 
 
 def socket_path(directory: Path, name: str) -> Path:

@@ -19,7 +19,8 @@ def parse_size(text: str | int) -> int:
     match = _SIZE.fullmatch(str(text))
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f'{text!r} is not a size; write it as "4GiB", "500MB" or a number of bytes')
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    number = float(match[1]) if "." in match[1] else int(match[1])
+    return int(number * _UNITS[match[2].lower()])
 
 
 def format_size(nbytes: float) -> str:

@@ -10,6 +10,7 @@ import fcntl
 import logging
 import math
 import os
+import re
 import secrets
 import signal
 import time
@@ -56,7 +57,7 @@ class Daemon:
         runtime = Path(config.runtime_dir)
         attach_path = paths.socket_path(runtime, paths.ATTACH_SOCKET)
         router_path = paths.socket_path(runtime, paths.ROUTER_SOCKET)
-        runtime.mkdir(mode=0o750, parents=True, exist_ok=True)
+        _own(runtime)
         self.locks = [_lock(runtime, "runtime_dir")]
         self.tiers: list[Tier] = []
         self.media: list[Medium] = []
@@ -187,8 +188,7 @@ class Daemon:
         self.media.append(medium)
         if isinstance(medium, FileMedium):
             try:
-                medium.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-                os.chmod(medium.directory, 0o700)
+                _private(medium.directory, f"tiers.{name}.path")
             except OSError as error:
                 tier.closed = True
                 log.error(
@@ -266,6 +266,32 @@ class Daemon:
         if not self.stopping:
             log.info("stopping: flushing what lives only in memory")
         self.stopping = True
+
+
+def _own(runtime: Path) -> None:
+    """Make the runtime directory. Raises ConfigError where another user could put other sockets in it."""
+    try:
+        runtime.mkdir(mode=0o750, parents=True, exist_ok=True)
+        owner = runtime.stat().st_uid
+    except OSError as error:
+        raise ConfigError(f"runtime_dir {runtime}: {error.strerror}; choose one that this user can make") from error
+    if owner not in (0, os.geteuid()):
+        raise ConfigError(f"runtime_dir {runtime} belongs to uid {owner}, who could swap its sockets: choose another")
+
+
+def _private(directory: Path, setting: str) -> None:
+    """Make a file tier's directory, of mode 0700. Raises ConfigError for one that others use too: pointed at a mount
+    or at /tmp, it would be closed to them. Raises OSError."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not directory.stat().st_mode & 0o077:
+        return
+    ours = re.compile(r"lock|index|slab-\d+\.kv")
+    if any(not ours.fullmatch(entry.name) for entry in directory.iterdir()):
+        raise ConfigError(
+            f"{setting} {directory} is open to other users and holds files that are not kvtier's: give it a directory "
+            f"of its own, {directory / 'kvtier'}"
+        )
+    directory.chmod(0o700)
 
 
 def _lock(directory: Path, setting: str) -> int:

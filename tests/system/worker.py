@@ -22,9 +22,9 @@ def main() -> None:
     for line in sys.stdin:
         names["result"] = None
         try:
-            exec(json.loads(line), names)  # noqa: S102 (the line is the test's)
+            exec(json.loads(line), names)
             answer = {"result": names["result"]}
-        except Exception as error:  # noqa: BLE001 (whatever it is, the test hears of it)
+        except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
 
