@@ -90,10 +90,6 @@ class Borrowing(Operation):
                 break
             store.pin(frame)
             self.held.append((frame, frame.generation, found.tier.index))
-            if frame.state is not State.READY:
-                if page.waiters is None:
-                    page.waiters = []
-                page.waiters.append(self)
         self._count_arrived()
         if self.arrived == len(self.pages):
             self._grant()
@@ -125,6 +121,7 @@ class Borrowing(Operation):
             elif frame.state is State.READY:
                 self.arrived += 1
             else:
+                watch(self, page)  # again each time: a page on its way in two steps wakes its waiters at the first
                 return
 
     def _cut(self, length: int) -> None:
@@ -268,9 +265,7 @@ class Evicting(Operation):
                 frame for tier, frame in zip(self.store.tiers, page.frames, strict=True) if frame and tier.persistent
             ]
             if stays:  # a copy to the disk is still under way
-                if page.waiters is None:
-                    page.waiters = []
-                page.waiters.append(self)
+                watch(self, page)
                 return
         if self.barrier is None:
             self.barrier = Barrier(self)
@@ -299,6 +294,14 @@ class Emptying(Operation):
 
     def expire(self) -> None:
         self.finish(self.result())
+
+
+def watch(operation: Operation, page: Page) -> None:
+    """Have `operation` woken when a copy of `page` ends."""
+    if page.waiters is None:
+        page.waiters = []
+    if operation not in page.waiters:
+        page.waiters.append(operation)
 
 
 def wait_for(operation: Operation, owner: SlabClass) -> None:

@@ -136,7 +136,11 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def work_hard(self) -> None:
+        """With every job done, a borrow waits for nothing but frames."""
         self.world.settle()
+        for operation, _ in self.waiting:
+            if isinstance(operation, Borrowing) and not operation.done:
+                assert operation.starved is not None, "a borrow was forgotten"
 
     @rule(who=st.integers(0, 2), branch=st.integers(0, CHAINS - 1), at=st.integers(0, PAGES - 1))
     def evict(self, who: int, branch: int, at: int) -> None:
