@@ -67,11 +67,26 @@ def prefill_kernel(
         first = tl.maximum(context + block * TOKENS - window + 1, 0) // BLOCK
     elif not MIXED:
         if KIND == FLOAT and not SOFTCAP and not ALIBI:
-            if whole > 0:
-                m, l, acc0 = attend_whole(
-                    q0, factor * scale, m, l, acc0, row, first, whole, length, layer, head, HK, D, W, U, BLOCK, STORED,
-                    STAGES,
-                )  # fmt: skip
+            m, l, acc0 = attend_whole(
+                q0,
+                factor * scale,
+                m,
+                l,
+                acc0,
+                row,
+                first,
+                whole,
+                length,
+                layer,
+                head,
+                HK,
+                D,
+                W,
+                U,
+                BLOCK,
+                STORED,
+                STAGES,
+            )
         else:
             m, l, acc0, acc1, acc2, acc3, unit = attend(
                 q0, q1, factor * scale, positions, slopes, m, l, acc0, acc1, acc2, acc3, unit, row, first, whole,

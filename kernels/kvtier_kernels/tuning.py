@@ -89,7 +89,15 @@ def decode(layout: AttentionLayout, rows: int, device: Device = None) -> Choice:
     wide = layout.head_dim > 128
     if interpreting() and not isinstance(device, int):
         return Choice(block=64 if layout.unit_tokens == 64 else 32, warps=4, stages=1, sms=3)
-    choice = Choice(block=64, warps=8 if wide else 4, stages=3, per_sm=1 if wide or rows > 16 else 3)
+    if wide or rows > 16:
+        choice = Choice(block=64, warps=8 if wide else 4, stages=3, per_sm=1)
+    elif layout.dtype in FLOATS:
+        choice = Choice(block=64, warps=4, stages=4, per_sm=2)
+    elif layout.dtype == "int8" or layout.unit_tokens < 64:
+        choice = Choice(block=64, warps=4, stages=3, per_sm=3)
+    else:
+        # Fewer warps a program and more programs: what bounds these is arithmetic, and waiting for each other.
+        choice = Choice(block=64, warps=2, stages=3, per_sm=4)
     if layout.dtype == "float32":
         choice = Choice(block=16, warps=4, stages=2, per_sm=1)
     return _recorded("decode", key(layout, rows), choice)._replace(sms=multiprocessors(device))
@@ -102,7 +110,9 @@ def prefill(layout: AttentionLayout, group: int, device: Device = None) -> Choic
         return Choice(
             block=64 if layout.unit_tokens == 64 else 32, warps=4, stages=1, rows=max(16, triton.next_power_of_2(group))
         )
-    choice = Choice(block=64, warps=8, stages=3 if layout.head_dim <= 128 else 2, rows=rows)
+    choice = Choice(block=64, warps=8, stages=4 if layout.head_dim <= 128 else 2, rows=rows)
+    if device is not None and capability(device) < 90:
+        choice = choice._replace(stages=min(choice.stages, 3))
     if layout.dtype == "float32":
         choice = Choice(block=16, warps=8, stages=1, rows=max(32, triton.next_power_of_2(group)))
     return _recorded("prefill", key(layout, group), choice)
