@@ -259,10 +259,25 @@ class Client:
             self._idle.append(channel)
             raise
         except BaseException:
-            channel.close()  # interrupted: its answer, if one comes, is for nobody
+            self._take_back(attachment, channel, kind)
             raise
         self.put_back(attachment, channel, reply)
         return None if kind is None else wire.convert(reply.body, kind)
+
+    def _take_back(self, attachment: Attachment, channel: Channel, kind: type[wire.Body] | None) -> None:
+        """A call was interrupted: cancel it, and give back what it was granted meanwhile, since nobody will have it."""
+        try:
+            with contextlib.suppress(KvtierError):
+                self.on(attachment, "cancel", wire.Cancel(channel.number, channel.request), timeout=1.0)
+                if kind is None or not channel.socket.poll(200):
+                    return
+                body = wire.convert(channel.receive(1.0, attachment.alive).body, kind)
+                if isinstance(body, wire.Borrowed | wire.Committed) and body.lease:
+                    self.release_lease(attachment, body.lease)
+                elif isinstance(body, wire.Reserved) and body.reservation:
+                    self.on(attachment, "abort", wire.Abort(body.reservation))
+        finally:
+            channel.close()
 
     def _channel(self, attachment: Attachment) -> Channel:
         with contextlib.suppress(IndexError):
@@ -365,6 +380,7 @@ class Pending(Generic[ResultT]):
             body = wire.Cancel(self._channel.number, self._request)
             self._client.on(self._attachment, "cancel", body, timeout=1.0)
             result = self.result()
+            self._result = None
             for undo in ("release", "abort"):
                 if hasattr(result, undo):
                     getattr(result, undo)()

@@ -137,7 +137,7 @@ class Daemon:
 
     def close(self) -> None:
         """Let go of everything."""
-        unsaved = sum(len(tier.unsaved) for tier in self.tiers)
+        unsaved = len({page for page, _ in self.verbs.unsaved()})
         self.server.close()
         self.attach.close()
         self.context.destroy(linger=0)
@@ -168,7 +168,8 @@ class Daemon:
         return max(0, math.ceil((until - time.monotonic()) * 1e3))
 
     def _flushed(self) -> bool:
-        return not self.store.jobs and not any(tier.unsaved for tier in self.tiers)
+        """Whether all is saved, but for what a tier would not take however long one waited."""
+        return not self.store.jobs and not any(tier.unsaved and not self.store.stalled(tier) for tier in self.tiers)
 
     def _submit(self, job: Job) -> None:
         self.movers.submit(job)

@@ -280,7 +280,7 @@ class Store:
                 owner.rate += (owner.taken / elapsed - owner.rate) * min(1.0, elapsed / 2)
                 owner.taken = 0
                 self.wake(owner)
-            if tier.unsaved and self._stalled(tier):
+            if tier.unsaved and self.stalled(tier):
                 self._give_up(tier)
         self.watchers = [watcher for watcher in self.watchers if not watcher.done]
         self.runnable.extend(self.watchers)
@@ -442,13 +442,13 @@ class Store:
         if self.replicas(page) > 1:
             self._drop(victim)
             self._evicted("demoted" if below is not None else "evicted")
-        elif below is not None and page in below.unsaved and not self._stalled(below):
+        elif below is not None and page in below.unsaved and not self.stalled(below):
             self.save(page, below, first=True)
             self.pump(below)
         else:
             self.forget(page, "evicted" if below is None else "unsaved")
 
-    def _stalled(self, tier: Tier) -> bool:
+    def stalled(self, tier: Tier) -> bool:
         """Whether a page had better be lost than kept from leaving until `tier` has a copy of it."""
         return tier.closed or self.clock() - tier.progressed > STALLED
 

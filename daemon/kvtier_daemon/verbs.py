@@ -5,7 +5,7 @@ Requests are checked here, at the edge: whatever is let through makes sense. Rai
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvtier import keys as page_keys
@@ -285,16 +285,21 @@ class Verbs:
 
     def flush_unsaved(self) -> None:
         """Queue for the tier below all that lives in one that does not outlive the daemon, whatever its queue's bound."""
-        self.store.flushing = True
+        for page, below in list(self.unsaved()):
+            if not below.closed:
+                self.store.save(page, below)
+
+    def unsaved(self) -> Iterator[tuple[Page, Tier]]:
+        """Pages that should be in the tier below one that holds them, and are not."""
         for tenant in self.store.directory.tenants.values():
             for page in tenant.pages.values():
                 for frame in page.frames:
                     below = frame.tier.below if frame is not None and frame.state is State.READY else None
-                    if below is None or below.closed or page.frames[below.index] is not None:
+                    if below is None or page.frames[below.index] is not None:
                         continue
                     admitted = below.config.admission == "always" or page.uses > 1
                     if admitted and below.fits(tenant, page.nbytes):
-                        self.store.save(page, below)
+                        yield page, below
 
     def _seal(self, session: Session, reservation: Reservation, slot: Slot, lease: bool, leased: list[Frame]) -> int:
         """Publish one reserved page; its status."""

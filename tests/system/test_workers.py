@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from kvtier import wire
 from kvtier_client import Client
 from tests.system.conftest import Daemon, MakeDaemon, eventually
-from tests.system.pages import chain, put, read, write
+from tests.system.pages import LAYOUT, chain, put, read, write
 
 
 def held(client: Client, what: str) -> Any:
@@ -169,10 +170,10 @@ def test_attaching_again_and_again_costs_the_daemon_nothing(daemon: Daemon) -> N
     for turn in range(60):
         client = Client(daemon.endpoint)
         if turn % 3 == 0:
-            put(space := client.namespace(_layout(), model="m"), chain(space, 1, 3))
+            put(space := client.namespace(LAYOUT, model="m"), chain(space, 1, 3))
         if turn % 3 == 1:
             attachment = client.current()
-            attachment._ask(_want_probe(), _probe_is())  # never used
+            attachment._ask(wire.WantProbe(4096), wire.ProbeIs)  # never used
             os.close(attachment._fds.pop())
         if turn % 3 == 2:
             client.current().connection.close()  # no farewell
@@ -190,21 +191,3 @@ def daemon_sessions(daemon: Daemon) -> list[Any]:
         daemon.client(name="watcher")
     sessions: list[Any] = daemon.clients[0].sessions()["sessions"]
     return sessions
-
-
-def _layout() -> Any:
-    from tests.system.pages import LAYOUT
-
-    return LAYOUT
-
-
-def _want_probe() -> Any:
-    from kvtier import wire
-
-    return wire.WantProbe(4096)
-
-
-def _probe_is() -> Any:
-    from kvtier import wire
-
-    return wire.ProbeIs
