@@ -5,7 +5,7 @@ memory alike. Import from the modules; nothing is imported here, so that `kvtier
 
     addressing   what an entry of a table is, and how it tells a unit's precision
     decode       attention of the last tokens of each sequence        prefill   of ragged chunks of queries
-    mla          latent attention (DeepSeek), decode                  merge     of states over disjoint keys
+    mla, mla_prefill    latent attention (DeepSeek)                   merge     of states over disjoint keys
     append       new K and V into units, rotary embedding fused       quantise  units between precisions
     copy         scattered pieces, and units from and to an engine's own cache
     reference    what all of these compute, in plain PyTorch and float64

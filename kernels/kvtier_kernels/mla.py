@@ -3,8 +3,7 @@
 Keys are a token's latent and rope together, values its latent, so a tile is loaded once for both products. All heads
 share it: rows of a tile are query tokens times heads. The work is cut as in `decode`, and merged by its kernel.
 
-Prefill takes the ordinary way instead: expand K and V of each head from the latents and use `prefill`-style attention.
-Absorbed, a prefill row costs (512 + 64 + 512) / (192 + 128) = 3.4 times the arithmetic, which is what bounds it.
+Prefill takes the ordinary way instead: `mla_prefill`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvtier.layout import AttentionLayout, LatentLayout
-from kvtier_kernels import append, copy, decode, merge, mla, prefill, quantise, tuning
+from kvtier_kernels import append, copy, decode, merge, mla, mla_prefill, prefill, quantise, tuning
 from kvtier_kernels.compiling import Variant
 
 _TRITON = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -56,6 +56,7 @@ def variants(capability: int) -> Iterator[Variant]:
         yield append_variant(_layout(dtype=dtype), rotary=0)
     yield append_variant(float_layout, rotary=128)
     yield append_latent_variant()
+    yield gather_latents_variant()
     for into in (True, False):
         yield blocks_variant(float_layout, into)
         yield blocks_variant(_layout(dtype="int8"), into)
@@ -155,6 +156,13 @@ def append_latent_variant() -> Variant:
     types |= _types(most_new="i32", s_lt="i32", s_rt="i32", s_table="i32")
     constants = append.latent_shape(LatentLayout(layers=60))
     return Variant("append latent", append.append_latent_kernel, types, constants, {"num_warps": 2})
+
+
+def gather_latents_variant() -> Variant:
+    types = _types(TABLE="*i64", LENGTHS="*i32", CU="*i32", OUT="*bf16", layer="i32", width="i32", most_units="i32")
+    constants = {"ROW": 576, "PADDED": 1024, "U": 64, "STORED": tuning.FLOATS["bfloat16"]}
+    kernel = mla_prefill.gather_latents_kernel
+    return Variant("gather latents", kernel, types | _types(s_table="i32"), constants, {"num_warps": 4})
 
 
 def blocks_variant(layout: AttentionLayout, into: bool) -> Variant:

@@ -24,7 +24,8 @@ BASELINE = Path(__file__).with_name("resources.json")
 SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448}
 
 pytestmark = pytest.mark.skipif(
-    not triton.__version__.startswith("3.6."), reason="resources.json was made with Triton 3.6, the one that is deployed"
+    not triton.__version__.startswith("3.6."),
+    reason="resources.json was made with Triton 3.6, the one that is deployed",
 )
 
 
