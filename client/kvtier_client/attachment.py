@@ -67,6 +67,8 @@ class Attachment:
             if medium == "host" or (medium == "cuda" and gpu is not None and of == gpu.uuid)
         )
         self.pid = os.getpid()
+        self._inbox = select.poll()
+        self._inbox.register(self.connection, select.POLLIN)
         self._poll = select.poll()
         self._poll.register(self.connection, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
 
@@ -130,7 +132,7 @@ class Attachment:
     def notice(self, notices: int) -> None:
         """The daemon has left word on the socket: unmap the slabs that it wants back, as far as nothing uses them."""
         with self.lock, contextlib.suppress(OSError, DaemonLost):
-            while self.seen_notices < notices:
+            while self.seen_notices < notices or self._spoken_to():
                 self._note(self._next())
             for slab in list(self.retired):
                 mapping = self.slabs.get(slab)
@@ -139,6 +141,14 @@ class Attachment:
                     self.slabs.pop(slab, None)
                     self.retired.discard(slab)
                     self.connection.sendall(wire.encode_attach(wire.Dropped(slab)))
+
+    def listen(self) -> None:
+        """As `notice`, while a call waits, which may be for this very process to unmap something."""
+        if self.retired or self._spoken_to():
+            self.notice(self.seen_notices)
+
+    def _spoken_to(self) -> bool:
+        return bool(self._received) or bool(self._inbox.poll(0))
 
     def close(self) -> None:
         self.connection.close()

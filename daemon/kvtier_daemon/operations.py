@@ -16,6 +16,7 @@ from kvtier_daemon.jobs import Barrier, Priority
 from kvtier_daemon.placement import leave_crowded, place
 from kvtier_daemon.sessions import Reservation, Session, Sessions, Slot
 from kvtier_daemon.slabs import Frame, SlabClass, State
+from kvtier_daemon.store import Store
 from kvtier_daemon.tiers import Tier
 
 Answer = Callable[[Body | KvtierError], None]
@@ -175,6 +176,29 @@ class Migrating(Borrowing):
                     ):
                         self.store.shed(other)
         return Count(len(pages))
+
+
+class Prefetching(Operation):
+    """Bring a run to `tier`, as far as frames come free or slabs are grown for it; nobody is told, and nothing held."""
+
+    def __init__(self, store: Store, pages: list[Page], tier: Tier) -> None:
+        super().__init__(lambda _: None)
+        self.store = store
+        self.pages = pages
+        self.tier = tier
+        self.started = 0
+
+    def advance(self) -> None:
+        while self.started < len(self.pages):
+            page = self.pages[self.started]
+            if page.gone or self.store.fetch(page, self.tier, Priority.PREFETCH) is None:
+                owner = self.store.class_of(self.tier, page.namespace.tenant, page.nbytes)
+                if not page.gone and owner.growing:
+                    wait_for(self, owner)
+                    return
+                break
+            self.started += 1
+        self.done = True
 
 
 class Reserving(Operation):

@@ -15,7 +15,6 @@ from kvtier.sizes import format_size
 from kvtier.wire import EXISTS, GRANTED
 from kvtier_daemon.attach import AttachServer
 from kvtier_daemon.directory import OpenNamespace, Page
-from kvtier_daemon.jobs import Priority
 from kvtier_daemon.operations import (
     Answer,
     Borrowing,
@@ -23,6 +22,7 @@ from kvtier_daemon.operations import (
     Migrating,
     Operation,
     Pinning,
+    Prefetching,
     Reserving,
     forget_all,
 )
@@ -160,12 +160,9 @@ class Verbs:
     def _prefetch(self, session: Session, _: bytes, body: wire.Prefetch, __: Answer) -> wire.Body:
         self._accepting()
         tier = self._tier(body.tier)
-        started = 0
-        for page in session.tenant.run(page_keys.split(body.keys)):
-            if page.gone or self.store.fetch(page, tier, Priority.PREFETCH) is None:
-                break
-            started += 1
-        return wire.Count(started)
+        operation = Prefetching(self.store, session.tenant.run(page_keys.split(body.keys)), tier)
+        operation.advance()
+        return wire.Count(operation.started if operation.done else len(operation.pages))
 
     def _pin(self, session: Session, _: bytes, body: wire.Pin, answer: Answer) -> wire.Body | Operation:
         run = session.tenant.run(page_keys.split(body.keys))

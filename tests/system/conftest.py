@@ -44,7 +44,7 @@ def eventually(true: Callable[[], object], what: str, within: float = PATIENCE) 
 class Process:
     """A child of the test whose first line of output says that it is ready."""
 
-    def __init__(self, *command: str, errors: Path, user: int | None = None) -> None:
+    def __init__(self, *command: str, errors: Path) -> None:
         self.errors = errors
         with errors.open("ab") as log:
             self.process: subprocess.Popen[bytes] = subprocess.Popen(
@@ -54,9 +54,6 @@ class Process:
                 stderr=log,
                 env=_ENVIRONMENT,
                 cwd=ROOT,
-                user=user,
-                group=None if user is None else 0,
-                extra_groups=None if user is None else [],
             )
         self._output = b""
 
@@ -102,8 +99,8 @@ class Process:
 class Worker(Process):
     """A process attached to a daemon, doing what it is told (see `tests.system.worker`)."""
 
-    def __init__(self, endpoint: str, errors: Path, user: int | None, options: dict[str, Any]) -> None:
-        super().__init__("tests.system.worker", endpoint, json.dumps(options), errors=errors, user=user)
+    def __init__(self, endpoint: str, errors: Path, options: dict[str, Any]) -> None:
+        super().__init__("tests.system.worker", endpoint, json.dumps(options), errors=errors)
         assert self.line() == '{"result": "ready"}', self.log()
 
     def tell(self, code: str) -> None:
@@ -184,8 +181,9 @@ class Daemon:
         """A namespace of a client of its own."""
         return open_space(self.client(), model, big=big, **fields)
 
-    def worker(self, *, user: int | None = None, **options: Any) -> Worker:
-        worker = Worker(self.endpoint, self.directory / f"worker-{len(self.workers)}", user, options)
+    def worker(self, **options: Any) -> Worker:
+        """`options` are the client's, and `user`: whom it becomes (in the daemon's group)."""
+        worker = Worker(self.endpoint, self.directory / f"worker-{len(self.workers)}", options)
         self.workers.append(worker)
         return worker
 
