@@ -78,7 +78,7 @@ class Attachment:
 
     def alive(self) -> bool:
         """Whether the daemon still holds its end."""
-        return not self._poll.poll(0)
+        return self.connection.fileno() >= 0 and not self._poll.poll(0)
 
     def mapping(self, slab: int) -> Mapping | DeviceMapping:
         """The slab in this process's memory, mapped at first use. Raises SlabError, DaemonLost."""

@@ -15,6 +15,7 @@ One process opens an index, and one thread writes it. Its map grows ahead of nee
 
 from __future__ import annotations
 
+import logging
 import os
 import struct
 from collections.abc import Iterable
@@ -26,13 +27,16 @@ import msgpack
 import msgspec
 
 from kvtier.errors import KvtierError
-from kvtier.keys import Namespace
+from kvtier.keys import KEY_BYTES, Namespace
 from kvtier_daemon.jobs import Barrier, Carve, Erase, Job, Record, Shrink
+
+log = logging.getLogger(__name__)
 
 FORMAT = 1
 _PAGE = struct.Struct("<16sIIIQQ")
 _ID = struct.Struct(">I")
 _MAP_START = 16 << 20
+_UNDECODABLE = (ValueError, TypeError, struct.error, msgspec.ValidationError, KvtierError, msgpack.UnpackException)
 _MAP_SPARE = 0.5
 """Share of the map that is kept free."""
 
@@ -97,34 +101,54 @@ class Index:
                 txn.put(b"version", _ID.pack(FORMAT), db=self.meta)
             elif version != _ID.pack(FORMAT):
                 raise BadIndex(
-                    f"tier {name}: the index at {path} has format {_ID.unpack(version)[0]} and this release reads "
+                    f"tier {name}: the index at {path} has format {int.from_bytes(version, 'big')} and this release reads "
                     f"{FORMAT}: run the release that wrote it, or move {directory} away to start empty"
                 )
         self.ids: dict[tuple[str, bytes], int] = {}
 
     def read(self) -> Contents:
-        """Everything. Entries that cannot be decoded are left out (and so erased by the caller's `rewrite`)."""
+        """Everything. Entries that cannot be decoded are left out and erased. Raises BadIndex where LMDB itself cannot
+        read it."""
         namespaces: dict[int, tuple[str, Namespace]] = {}
         slabs: dict[int, SlabRecord] = {}
         pages: list[PageRecord] = []
+        bad: list[tuple[object, bytes]] = []
         unpack_page = _PAGE.unpack
-        with self.env.begin() as txn:
-            for key, value in txn.cursor(db=self.namespaces):
-                try:
-                    tenant, fields = msgpack.unpackb(value)
-                    spec = msgspec.convert(fields, Namespace)
-                except (ValueError, msgspec.ValidationError, KvtierError, msgpack.UnpackException):
-                    continue
-                (number,) = _ID.unpack(key)
-                namespaces[number] = (tenant, spec)
-                self.ids[tenant, spec.digest()] = number
-            for key, value in txn.cursor(db=self.slabs):
-                slabs[_ID.unpack(key)[0]] = SlabRecord(*msgpack.unpackb(value))
-            for key, value in txn.cursor(db=self.pages):
-                parent, number, slab, frame, checksum, stamp = unpack_page(value)
-                pages.append(
-                    PageRecord(int.from_bytes(key[:4], "big"), key[4:], parent, number, slab, frame, checksum, stamp)
-                )
+        try:
+            with self.env.begin() as txn:
+                for key, value in txn.cursor(db=self.namespaces):
+                    try:
+                        (number,) = _ID.unpack(key)
+                        tenant, fields = msgpack.unpackb(value)
+                        spec = msgspec.convert(fields, Namespace)
+                        namespaces[number] = (msgspec.convert(tenant, str), spec)
+                        self.ids[tenant, spec.digest()] = number
+                    except _UNDECODABLE:
+                        bad.append((self.namespaces, key))
+                for key, value in txn.cursor(db=self.slabs):
+                    try:
+                        (number,) = _ID.unpack(key)
+                        slab = msgspec.convert(msgpack.unpackb(value), SlabRecord)
+                        if not 0 < slab.frame_bytes <= slab.nbytes:
+                            raise ValueError
+                        slabs[number] = slab
+                    except _UNDECODABLE:
+                        bad.append((self.slabs, key))
+                for key, value in txn.cursor(db=self.pages):
+                    if len(value) != _PAGE.size or len(key) != _ID.size + KEY_BYTES:
+                        bad.append((self.pages, key))
+                        continue
+                    parent, number, slab_id, frame, checksum, stamp = unpack_page(value)
+                    space = int.from_bytes(key[:4], "big")
+                    pages.append(PageRecord(space, key[4:], parent, number, slab_id, frame, checksum, stamp))
+            if bad:
+                self._write(lambda txn: [txn.delete(key, db=db) for db, key in bad])
+        except lmdb.Error as error:
+            raise BadIndex(
+                f"tier {self.name}: the index cannot be read ({error}): restore it, or move it away to start empty"
+            ) from error
+        if bad:
+            log.warning("tier %s: %d entries of the index could not be decoded; they are erased", self.name, len(bad))
         return Contents(namespaces, slabs, pages)
 
     def rewrite(self, lost_pages: Iterable[tuple[int, bytes]], lost_slabs: Iterable[int]) -> None:

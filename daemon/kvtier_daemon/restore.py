@@ -98,7 +98,12 @@ def _plant(
         pages = space.tenant.pages
         parent = pages.get(parent_key)
         frame = slab.frames[frame_index]
-        reachable = parent is not None or (number == 0 and parent_key == space.seed)
+        if parent is not None:
+            reachable = parent.number == number - 1 and parent.namespace is space
+        else:
+            reachable = number == 0 and parent_key == space.seed
+        if slab.owner.frame_bytes != space.spec.page_bytes(space.spec.schedule.order(number)):
+            reachable = False
         if not reachable or frame.state is not State.FREE or slab.owner.tenant is not space.tenant:
             lost.append((namespace_id, key))
             continue
