@@ -10,7 +10,7 @@ memory alike. Import from the modules; nothing is imported here, so that `kvtier
     copy         scattered pieces, and units from and to an engine's own cache
     reference    what all of these compute, in plain PyTorch and float64
     tuning, tune, warmup, variants, compiling, measure    how they are compiled, chosen and timed
-    tiles, plan, codec, checks    what they share
+    tiles, widening, plan, codec, checks    what they share
 
 docs/kernels.md tells how they work and how fast they are.
 """

@@ -19,7 +19,7 @@ from kvtier.layout import AttentionLayout, LatentLayout
 from kvtier_kernels import checks, codec, tuning
 from kvtier_kernels.addressing import TORCH_DTYPES
 from kvtier_kernels.quantise import codec_of, element_bytes
-from kvtier_kernels.tiles import FLOAT
+from kvtier_kernels.widening import FLOAT
 
 
 @triton.jit

@@ -11,7 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtier_kernels.tiles import ADDRESS_BITS, FLOAT, FLOAT8, INT4, INT8, widen
+from kvtier_kernels.tiles import ADDRESS_BITS
+from kvtier_kernels.widening import FLOAT, FLOAT8, INT4, INT8, widen
 
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it leaves float32 no bits below the units
 

@@ -22,7 +22,8 @@ from kvtier.layout import AttentionLayout, LatentLayout
 from kvtier_kernels import checks, codec, tuning
 from kvtier_kernels.addressing import TORCH_DTYPES
 from kvtier_kernels.quantise import codec_of
-from kvtier_kernels.tiles import ADDRESS_BITS, FLOAT, INT8, widen
+from kvtier_kernels.tiles import ADDRESS_BITS
+from kvtier_kernels.widening import FLOAT, INT8, widen
 
 
 @triton.jit(do_not_specialize=["pieces"])

@@ -19,7 +19,8 @@ from kvtier.layout import LatentLayout
 from kvtier_kernels import checks, tuning
 from kvtier_kernels.decode import LOG2E, combine_kernel
 from kvtier_kernels.plan import locate, pick, spans
-from kvtier_kernels.tiles import ADDRESS_BITS, FLOAT, MASKED, entry_index, settle
+from kvtier_kernels.tiles import ADDRESS_BITS, MASKED, entry_index, settle
+from kvtier_kernels.widening import FLOAT
 
 
 @triton.jit

@@ -23,7 +23,8 @@ from kvtier_kernels import checks, tuning
 from kvtier_kernels.addressing import layouts_of, tag_of
 from kvtier_kernels.decode import LOG2E, store_piece
 from kvtier_kernels.merge import merge_states
-from kvtier_kernels.tiles import FLOAT, MASKED, attend, attend_whole, load_queries, settle
+from kvtier_kernels.tiles import MASKED, attend, attend_whole, load_queries, settle
+from kvtier_kernels.widening import FLOAT
 
 
 @triton.jit(do_not_specialize=["layer", "layers", "width", "window"])

@@ -15,7 +15,7 @@ import triton.language as tl
 from kvtier.errors import InvalidRequest, LayoutError
 from kvtier.layout import AttentionLayout
 from kvtier_kernels import checks, codec, tuning
-from kvtier_kernels.tiles import FLOAT
+from kvtier_kernels.widening import FLOAT
 
 
 @triton.jit

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from kvtier.errors import ConfigError
 from kvtier.layout import AttentionLayout, LatentLayout
-from kvtier_kernels.tiles import FLOAT, FLOAT8, INT4, INT8
+from kvtier_kernels.widening import FLOAT, FLOAT8, INT4, INT8
 
 Device = torch.device | int | None
 """Where a kernel will run: a device, or the compute capability (90 for 9.0) of one that is not there."""

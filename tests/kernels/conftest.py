@@ -12,6 +12,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 if not torch.cuda.is_available():
+    if "kvtier_kernels.widening" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError(
+            "kernels were imported before TRITON_INTERPRET was set: run tests/kernels in a session of its own"
+        )
     os.environ["TRITON_INTERPRET"] = "1"
     import interpreter_repair
 
