@@ -9,6 +9,7 @@ memcpy, the SSD tier to a bare O_DIRECT loop of the same block size and depth.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import mmap
 import multiprocessing
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -46,13 +47,23 @@ class Row:
     def ratio(self) -> float:
         return self.value / self.limit if self.limit else 0.0
 
-    @staticmethod
-    def print_all(rows: list[Row]) -> None:
-        print(f"{'':42} {'kvtier':>10} {'limit':>10} {'ratio':>7}  goal")
-        for row in rows:
-            limit, ratio = (f"{row.limit:10.2f}", f"{row.ratio:7.2f}") if row.limit else (f"{'':10}", f"{'':7}")
-            mark = "" if not row.goal else ("met" if row.met else "NOT MET")
-            print(f"{row.name:42} {row.value:10.2f} {limit} {ratio}  {row.goal} {mark}  {row.unit}")
+    def __str__(self) -> str:
+        limit, ratio = (f"{self.limit:10.2f}", f"{self.ratio:7.2f}") if self.limit else (f"{'':10}", f"{'':7}")
+        mark = "" if not self.goal else ("met" if self.met else "NOT MET")
+        return f"{self.name:44} {self.value:10.2f} {limit} {ratio}  {self.goal} {mark}  {self.unit}"
+
+
+def run(benches: Iterable[Callable[[], list[Row]]], file: str | None) -> int:
+    """Run them, each row printed when it is measured; exit status 1 if a goal was not met."""
+    print(f"{'':44} {'kvtier':>10} {'limit':>10} {'ratio':>7}  goal", flush=True)
+    rows: list[Row] = []
+    for bench in benches:
+        for row in bench():
+            rows.append(row)
+            print(row, flush=True)
+    if file:
+        Path(file).write_text(json.dumps([vars(row) | {"ratio": row.ratio} for row in rows], indent=2))
+    return 0 if all(row.met for row in rows) else 1
 
 
 def say(text: str) -> None:
@@ -326,16 +337,10 @@ def main() -> int:
     parser.add_argument("--directory", help="where the SSD tier's files go (default: a temporary directory)")
     given = parser.parse_args()
     place = Path(tempfile.mkdtemp(prefix="kvb-", dir=given.directory))
-    rows: list[Row] = []
     try:
-        for name in given.only:
-            rows += BENCHES[name](place)
+        return run([functools.partial(BENCHES[name], place) for name in given.only], given.json)
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    Row.print_all(rows)
-    if given.json:
-        Path(given.json).write_text(json.dumps([vars(row) | {"ratio": row.ratio} for row in rows], indent=2))
-    return 0 if all(row.met for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ a borrow is the copy of the same bytes that a cache without shared memory makes.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import shutil
 import statistics
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from core import PAGE, Row, bare_disk, daemon, say
+from core import PAGE, Row, bare_disk, daemon, run, say
 
 from kvtier_client import AttentionLayout, Client, NamespaceClient
 
@@ -243,7 +242,6 @@ def main() -> int:
     parser.add_argument("--directory", help="where the SSD tier's files go (default: a temporary directory)")
     given = parser.parse_args()
     place = Path(tempfile.mkdtemp(prefix="kvb-", dir=given.directory))
-    rows: list[Row] = []
     try:
         limit = limits()
         benches: list[Callable[[], list[Row]]] = [
@@ -253,14 +251,9 @@ def main() -> int:
             lambda: moves(place, limit, LLAMA_70B_TP8, 256, 256),
             lambda: disk(place),
         ]
-        for bench in benches:
-            rows += bench()
+        return run(benches, given.json)
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    Row.print_all(rows)
-    if given.json:
-        Path(given.json).write_text(json.dumps([vars(row) | {"ratio": row.ratio} for row in rows], indent=2))
-    return 0 if all(row.met for row in rows) else 1
 
 
 if __name__ == "__main__":

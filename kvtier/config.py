@@ -42,13 +42,15 @@ class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     `slab` is how much is taken from the medium at a time. `admission` says which pages a tier below the first gets a
     copy of: each at once, or those used twice. `write_queue` bounds the bytes that wait to be written down to it; what
     does not fit is not written, and counted. `path` and `queue_depth` (threads that read and write) are of "file".
-    `device` is of "cuda": a GPU's UUID, its number, or all, each of which then gets a tier of this capacity.
+    `device` is of "cuda": a GPU's UUID, its number, or all, each of which then gets a tier of this capacity; without
+    `peers` they exchange pages through host memory even where they could over a link of their own.
     """
 
     medium: Literal["host", "file", "cuda"]
     capacity: Size
     slab: Size = Size(64 * _MIB)
     device: str | int = "all"
+    peers: bool = True
     path: str = ""
     queue_depth: int = 8
     admission: Literal["always", "second-use"] = "always"

@@ -67,10 +67,10 @@ class Attachment:
             if medium == "host" or (medium == "cuda" and gpu is not None and of == gpu.uuid)
         )
         self.pid = os.getpid()
-        self._inbox = select.poll()
-        self._inbox.register(self.connection, select.POLLIN)
         self._poll = select.poll()
         self._poll.register(self.connection, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+        self._readable = select.poll()
+        self._readable.register(self.connection, select.POLLIN)
 
     def named(self, tier: str) -> str:
         """The tier that a caller means by "cuda": its own GPU's."""
@@ -132,23 +132,26 @@ class Attachment:
     def notice(self, notices: int) -> None:
         """The daemon has left word on the socket: unmap the slabs that it wants back, as far as nothing uses them."""
         with self.lock, contextlib.suppress(OSError, DaemonLost):
-            while self.seen_notices < notices or self._spoken_to():
+            while self.seen_notices < notices:
                 self._note(self._next())
-            for slab in list(self.retired):
-                mapping = self.slabs.get(slab)
-                self._unpin(slab)
-                if mapping is None or mapping.close():
-                    self.slabs.pop(slab, None)
-                    self.retired.discard(slab)
-                    self.connection.sendall(wire.encode_attach(wire.Dropped(slab)))
+            self._let_go()
 
-    def listen(self) -> None:
-        """As `notice`, while a call waits, which may be for this very process to unmap something."""
-        if self.retired or self._spoken_to():
-            self.notice(self.seen_notices)
+    def hear(self) -> None:
+        """As `notice`, for what is there without waiting."""
+        with self.lock, contextlib.suppress(OSError, DaemonLost):
+            while self._received or self._readable.poll(0):
+                self._note(self._next())
+            if self.retired:
+                self._let_go()
 
-    def _spoken_to(self) -> bool:
-        return bool(self._received) or bool(self._inbox.poll(0))
+    def _let_go(self) -> None:
+        for slab in list(self.retired):
+            mapping = self.slabs.get(slab)
+            self._unpin(slab)
+            if mapping is None or mapping.close():
+                self.slabs.pop(slab, None)
+                self.retired.discard(slab)
+                self.connection.sendall(wire.encode_attach(wire.Dropped(slab)))
 
     def close(self) -> None:
         self.connection.close()

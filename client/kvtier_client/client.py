@@ -207,14 +207,12 @@ class Client:
                 self.on(current, "release", wire.Release(wire.pack_u64(due)))
 
     def _meanwhile(self, attachment: Attachment, verb: str) -> bool:
-        """While a call waits: give back what its kernels have let go of and unmap what the daemon wants back, which may
-        be what it waits for. Whether the daemon still lives."""
+        """While a call waits: give back what its kernels have let go of and what the daemon wants unmapped, either of
+        which may be what it waits for. Whether the daemon still lives."""
         if self._deferred and verb != "release":
             self._release_deferred()
-        alive = attachment.alive()
-        if alive:
-            attachment.listen()
-        return alive
+        attachment.hear()
+        return attachment.alive()
 
     def _attach(self) -> Attachment:
         return Attachment(self.directory, name=self.name, read_only=self.read_only, gpu=self.gpu)

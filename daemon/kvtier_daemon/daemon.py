@@ -171,8 +171,8 @@ class Daemon:
         """Whether all is saved, but for what a tier would not take however long one waited."""
         return not self.store.jobs and not any(tier.unsaved and not self.store.stalled(tier) for tier in self.tiers)
 
-    def _submit(self, job: Job) -> None:
-        self.movers.submit(job)
+    def _submit(self, jobs: list[Job]) -> None:
+        self.movers.submit(jobs)
 
     def _add_tier(self, name: str) -> None:
         settings = self.config.tiers[name]
@@ -232,7 +232,10 @@ class Daemon:
     def _direct(self, one: Tier, other: Tier) -> bool:
         if one.device and other.device:
             here, there = self.gpus[one.index].ordinal, self.gpus[other.index].ordinal
-            return here == there or (device.connect(here, there) and device.connect(there, here))
+            if here == there:
+                return True
+            allowed = one.config.peers and other.config.peers
+            return allowed and device.connect(here, there) and device.connect(there, here)
         return "host" in (one.config.medium, other.config.medium)
 
     def _restore(self, tier: Tier) -> None:

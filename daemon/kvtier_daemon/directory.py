@@ -18,26 +18,33 @@ from kvtier_daemon.slabs import Frame, State
 class OpenNamespace:
     """A namespace as this daemon knows it: `id` is what requests name it by, `seed` its digest."""
 
-    __slots__ = ("id", "pages", "seed", "spec", "tenant")
+    __slots__ = ("id", "pages", "schedule", "seed", "sizes", "spec", "tenant")
 
     def __init__(self, namespace_id: int, tenant: Tenant, spec: Namespace) -> None:
         self.id = namespace_id
         self.tenant = tenant
         self.spec = spec
         self.seed = spec.digest()
+        self.schedule = spec.schedule
+        self.sizes = [spec.page_bytes(order) for order in range(self.schedule.top_order + 1)]
         self.pages = 0
+
+    def page_bytes(self, number: int) -> int:
+        """Of the frame that page `number` needs."""
+        return self.sizes[self.schedule.order(number)]
 
 
 class Page:
     """A run of tokens' KV. `frames` has an entry a tier: its replica there or None. `children` is None, one page or a
     set, since most pages have one. `uses` counts commits and borrows."""
 
-    __slots__ = ("children", "frames", "gone", "key", "namespace", "number", "parent", "uses", "waiters")
+    __slots__ = ("children", "frames", "gone", "key", "namespace", "nbytes", "number", "parent", "uses", "waiters")
 
     def __init__(self, key: bytes, namespace: OpenNamespace, number: int, parent: Page | None, tiers: int) -> None:
         self.key = key
         self.namespace = namespace
         self.number = number
+        self.nbytes = namespace.page_bytes(number)
         self.parent = parent
         self.children: Page | set[Page] | None = None
         self.frames: list[Frame | None] = [None] * tiers
@@ -47,13 +54,8 @@ class Page:
 
     @property
     def tokens(self) -> int:
-        span = self.namespace.spec.schedule.span(self.number)
+        span = self.namespace.schedule.span(self.number)
         return span.stop - span.start
-
-    @property
-    def nbytes(self) -> int:
-        spec = self.namespace.spec
-        return spec.page_bytes(spec.schedule.order(self.number))
 
     def ready(self) -> Frame | None:
         """Its replica in the fastest tier that has one."""

@@ -31,10 +31,12 @@ class Lane:
         self._stopping = False
         self._threads = [self._start(number) for number in range(threads)]
 
-    def submit(self, job: Job, urgency: int) -> None:
+    def submit(self, jobs: list[tuple[int, Job]]) -> None:
+        """Queue (urgency, job), the lowest urgency first."""
         with self._ready:
-            heapq.heappush(self._queue, (urgency, next(self._order), job))
-            self._ready.notify()
+            for urgency, job in jobs:
+                heapq.heappush(self._queue, (urgency, next(self._order), job))
+            self._ready.notify(len(jobs))
 
     def __len__(self) -> int:
         return len(self._queue)

@@ -46,29 +46,40 @@ class Movers:
             number: Lane(f"{tiers[number].name}-index", 1, self._writer(number), batch=_BATCH) for number in indexes
         }
 
-    def submit(self, job: Job) -> None:
-        """Hand `job` to the thread that runs it. Called by the state thread alone."""
-        match job:
-            case Copy():
-                ends = (job.target.tier.index, job.source.tier.index)
-                self.lanes[max(ends, key=lambda end: self.media[end].rank)].submit(job, job.priority)
-            case Grow():
-                self.lanes[job.owner.tier.index].submit(job, job.priority)
-            case Shrink():
-                lane = self.index_lanes.get(job.tier.index, self.lanes[job.tier.index])
-                lane.submit(job, 0 if job.tier.index in self.index_lanes else job.priority)
-            case Record():
-                self.index_lanes[job.target.tier.index].submit(job, 0)
-            case Erase():
-                self.index_lanes[job.frame.tier.index].submit(job, 0)
-            case Carve():
-                self.index_lanes[job.slab.owner.tier.index].submit(job, 0)
-            case Barrier():
+    def submit(self, jobs: list[Job]) -> None:
+        """Hand `jobs` to the threads that run them. Called by the state thread alone."""
+        lanes: dict[Lane, list[tuple[int, Job]]] = {}
+        for job in jobs:
+            if isinstance(job, Barrier):
                 job.awaited = len(self.index_lanes)
                 for lane in self.index_lanes.values():
-                    lane.submit(job, 0)
+                    lanes.setdefault(lane, []).append((0, job))
                 if not self.index_lanes:
                     self._report([job])
+                continue
+            lane = self._lane(job)
+            ordered = lane in self.index_lanes.values()
+            lanes.setdefault(lane, []).append((0 if ordered else job.priority, job))
+        for lane, theirs in lanes.items():
+            lane.submit(theirs)
+
+    def _lane(self, job: Job) -> Lane:
+        match job:
+            case Copy():
+                here, there = job.source.tier.index, job.target.tier.index
+                return self.lanes[here if self.media[here].rank > self.media[there].rank else there]
+            case Grow():
+                return self.lanes[job.owner.tier.index]
+            case Shrink():
+                return self.index_lanes.get(job.tier.index, self.lanes[job.tier.index])
+            case Record():
+                return self.index_lanes[job.target.tier.index]
+            case Erase():
+                return self.index_lanes[job.frame.tier.index]
+            case Carve():
+                return self.index_lanes[job.slab.owner.tier.index]
+            case _:
+                raise AssertionError(f"no lane runs {job}")
 
     def collect(self) -> list[Job]:
         """The jobs that were run since the last call. Called by the state thread alone."""

@@ -76,6 +76,11 @@ class Borrowing(Operation):
         store = self.store
         while len(self.held) < len(self.pages):
             page = self.pages[len(self.held)]
+            there = page.frames[self.tier.index] if self.tier is not None else None
+            if there is not None and there.state is State.READY and not page.gone:
+                store.pin(there)
+                self.held.append((there, there.generation, there.tier.index))
+                continue
             found = page.ready()
             if page.gone or found is None:
                 self._cut(len(self.held))
@@ -227,7 +232,7 @@ class Reserving(Operation):
     def advance(self) -> None:
         self.starved = None
         tenant, store = self.session.tenant, self.store
-        spec = self.reservation.namespace.spec
+        namespace = self.reservation.namespace
         while len(self.status) < len(self.pages):
             number, key, parent = self.pages[len(self.status)]
             if key and key in tenant.pages:
@@ -238,7 +243,7 @@ class Reserving(Operation):
                 self.status.append(BUSY)
                 store.counters.busy += 1
                 continue
-            owner = store.class_of(self.tier, tenant, spec.page_bytes(spec.schedule.order(number)))
+            owner = store.class_of(self.tier, tenant, namespace.page_bytes(number))
             frame = store.take(owner, State.RESERVED)
             if frame is None:
                 self.starved = owner

@@ -41,10 +41,23 @@ class Frame:
     pages that have a frame in the same tier. Only with all three at 0 may a READY frame be emptied.
     """
 
-    __slots__ = ("checksum", "copies", "generation", "index", "kids", "page", "pins", "slab", "state", "touched")
+    __slots__ = (
+        "checksum",
+        "copies",
+        "generation",
+        "index",
+        "kids",
+        "page",
+        "pins",
+        "slab",
+        "state",
+        "tier",
+        "touched",
+    )
 
     def __init__(self, slab: Slab, index: int) -> None:
         self.slab = slab
+        self.tier: Tier = slab.owner.tier
         self.index = index
         self.state = State.FREE
         self.generation = 0
@@ -54,10 +67,6 @@ class Frame:
         self.kids = 0
         self.touched = 0
         self.checksum = 0
-
-    @property
-    def tier(self) -> Tier:
-        return self.slab.owner.tier
 
     @property
     def offset(self) -> int:
@@ -132,6 +141,7 @@ class SlabClass:
         "frame_bytes",
         "free",
         "growing",
+        "low",
         "lru",
         "misses",
         "rate",
@@ -155,6 +165,8 @@ class SlabClass:
         self.taken = 0
         self.misses = 0
         self.rate = 0.0
+        self.low = 1
+        """How many free frames to keep ahead of demand."""
 
     def adopt(self, slab: Slab) -> None:
         """Carve `slab` into free frames of this class."""
@@ -216,10 +228,11 @@ class SlabClass:
             del self.lru[frame]
         return found
 
-    def low_water(self) -> int:
-        """How many free frames demand of the next quarter second is expected to take."""
-        total = sum(self.counts)
-        return max(1, min(int(self.rate * 0.25), total // 8))
+    def forecast(self, seconds: float) -> None:
+        """Note what was taken in the last `seconds`; `low` becomes what the next quarter second is expected to take."""
+        self.rate += (self.taken / seconds - self.rate) * min(1.0, seconds / 2)
+        self.taken = 0
+        self.low = max(1, min(int(self.rate * 0.25), sum(self.counts) // 8))
 
     def check(self) -> None:
         """Assert what must always hold."""

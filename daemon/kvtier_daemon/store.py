@@ -33,6 +33,8 @@ GROW_RETRY = 5.0
 """Seconds before a medium that refused a slab is asked again."""
 STALLED = 2.0
 """Seconds in which a tier finished no copy from above, though some were wanted, after which nobody waits for it."""
+AT_ONCE = 64
+"""Jobs handed to the movers together."""
 LOOK_EVERY = 16
 """Evictions of a class between two looks at whether another class's slab is colder than all of its own."""
 
@@ -53,7 +55,7 @@ class Store:
     """Directory, tiers and the moves between them. `retire` is told of slabs that sessions should unmap; `publish` of
     pages that came ("stored") or went ("removed")."""
 
-    def __init__(self, directory: Directory, tiers: list[Tier], submit: Callable[[Job], None]) -> None:
+    def __init__(self, directory: Directory, tiers: list[Tier], submit: Callable[[list[Job]], None]) -> None:
         self.directory = directory
         self.tiers = tiers
         self.submit = submit
@@ -65,6 +67,7 @@ class Store:
         self.tick = 0
         self.next_slab = 1
         self.jobs = 0
+        self._outbox: list[Job] = []
         self.copying: dict[Frame, Copy] = {}
         self.onward: dict[Frame, list[tuple[Frame, Priority]]] = {}
         """FILLING frames from which a page goes on, as soon as it is there, to others taken for it already."""
@@ -86,7 +89,7 @@ class Store:
         if frame is None:
             self._make_room(owner)
             frame = owner.take(state)
-        if len(owner.free) < owner.low_water():
+        if len(owner.free) < owner.low:
             self._ahead(owner)
         return frame
 
@@ -171,7 +174,7 @@ class Store:
             job = self.copying.get(frame)
             if job is not None and job.priority > priority:
                 job.priority = priority
-                self.submit(job)
+                self._hand_over(job)
             return frame
         if page.gone or page.ready() is None:
             return None
@@ -270,6 +273,9 @@ class Store:
                 self.pump(tier)
         if self.runnable:
             self.run()
+        if self._outbox:
+            self.submit(self._outbox)
+            self._outbox = []
 
     def beat(self) -> None:
         """Now and then (about 20 times a second while anything waits): measure demand, let waiters look again."""
@@ -277,8 +283,7 @@ class Store:
         elapsed, self._rated = max(1e-3, now - self._rated), now
         for tier in self.tiers:
             for owner in tier.classes.values():
-                owner.rate += (owner.taken / elapsed - owner.rate) * min(1.0, elapsed / 2)
-                owner.taken = 0
+                owner.forecast(elapsed)
                 self.wake(owner)
             if tier.unsaved and self.stalled(tier):
                 self._give_up(tier)
@@ -330,7 +335,14 @@ class Store:
 
     def post(self, job: Job) -> None:
         self.jobs += 1
-        self.submit(job)
+        self._hand_over(job)
+
+    def _hand_over(self, job: Job) -> None:
+        """Movers get jobs many at a time: each hand-over wakes threads, which then want this one's interpreter lock."""
+        self._outbox.append(job)
+        if len(self._outbox) >= AT_ONCE:
+            self.submit(self._outbox)
+            self._outbox = []
 
     # Slabs that change hands
 
@@ -392,7 +404,7 @@ class Store:
         if nbytes:
             self._grow(owner, nbytes)
         elif tier.persistent:
-            for _ in range(2 * owner.low_water() - len(owner.free) - owner.counts[State.DRAINING]):
+            for _ in range(2 * owner.low - len(owner.free) - owner.counts[State.DRAINING]):
                 victim = owner.victim()
                 if victim is None:
                     break

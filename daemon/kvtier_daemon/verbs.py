@@ -119,7 +119,7 @@ class Verbs:
             raise InvalidRequest("page 0, and no other, follows the namespace's digest")
         if len(set(keys)) != len(keys):
             raise InvalidRequest("a key stands twice in the list")
-        top = space.spec.page_bytes(space.spec.schedule.order(body.first + body.count - 1))
+        top = space.page_bytes(body.first + body.count - 1)
         if not tier.fits(session.tenant, top):
             raise InvalidRequest(
                 f"a page of {format_size(top)} does not fit tier {tier.name} ({format_size(tier.capacity)}, less what "

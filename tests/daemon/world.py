@@ -47,7 +47,7 @@ class World:
             tiers[0].direct = {0, *range(1, len(tiers) - 1)}
             tiers[-1].direct = {*range(1, len(tiers))}
         self.directory = Directory(len(tiers))
-        self.store = Store(self.directory, tiers, self.jobs.append)
+        self.store = Store(self.directory, tiers, self.jobs.extend)
         self.now = 0.0
         self.store.clock = lambda: self.now
         self.sessions = Sessions(self.store)
@@ -153,6 +153,7 @@ class World:
 
     def settle(self) -> None:
         """Do all jobs."""
+        self.store.run()
         while self.jobs:
             self.do(self.ready_jobs()[0])
 

@@ -124,11 +124,12 @@ def test_a_frame_is_not_reused_before_the_readers_stream_is_done(make: MakeDaemo
     other = space.borrow(second, tier="cuda")
     assert len(lease) + len(other) == total
     stream = torch.cuda.Stream()
-    result = torch.zeros(1, device="cuda")
+    seen = torch.zeros_like(lease[0].torch())
+    wanted = lease[0].torch().clone()  # also loads the kernel, which would otherwise wait for the stream
+    torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(1_000_000_000)
-        result += lease[0].torch().double().sum().float()
-    wanted = float(lease[0].torch().double().sum())
+        torch.cuda._sleep(4_000_000_000)
+        seen.copy_(lease[0].torch())
     lease.release(after=stream)
     with pytest.raises(OutOfPages):
         space.reserve(chain(space, 7, 1), timeout=0.05)
@@ -136,7 +137,7 @@ def test_a_frame_is_not_reused_before_the_readers_stream_is_done(make: MakeDaemo
     with space.reserve(chain(space, 7, 1), timeout=5) as reservation:
         gfill(reservation[0], b"x" * 16)
         reservation.commit(after=torch.cuda.current_stream())
-    assert float(result) == pytest.approx(wanted, nan_ok=True)
+    assert torch.equal(seen.view(torch.int16), wanted.view(torch.int16))
     other.release()
 
 
@@ -180,7 +181,7 @@ def test_a_worker_killed_in_the_middle_of_moves(gpu: Daemon, victim: str) -> Non
     space = open_space(client)
     kept = chain(space, 9, PAGES)
     gput(space, kept)
-    for turn in range(5):
+    for turn in range(3):
         worker = on_gpu(gpu)
         if victim == "writer":
             worker.do(f"keys = chain(space, {100 + turn}, {PAGES}); r = space.reserve(keys); gfill(r[0], keys[0])")
@@ -233,15 +234,16 @@ def test_resizing_under_load_touches_no_leased_page(gpu: Daemon) -> None:
     lease = space.borrow(held, tier="cuda")
     worker = on_gpu(gpu)
     worker.tell(
-        f"for turn in range(60): keys = chain(space, 2000 + turn, {PAGES}); gput(space, keys); gread(space, keys)"
+        f"for turn in range(30): keys = chain(space, 2000 + turn, {PAGES}); gput(space, keys); gread(space, keys)"
     )
     for size in ("64MiB", "256MiB", "32MiB", "128MiB", "16MiB", "256MiB"):
-        answer = client.resize("hbm", size, timeout=5)
+        answer = client.resize("hbm", size, timeout=2)
         assert not gwrong(lease, held)
         assert answer.capacity == client.stats()["tiers"][0]["capacity"]
     worker.heard()
     lease.release()
-    client.resize("hbm", "8MiB", timeout=20)
+    client.resize("hbm", "8MiB", timeout=1)
+    worker.do("client.ping()")  # an idle worker lets go of its mappings when it next hears from the daemon
     eventually(lambda: client.stats()["tiers"][0]["allocated"] <= 8 << 20, "the memory given back")
     assert gread(space, held) == PAGES
 
@@ -307,7 +309,7 @@ def turn():
         pass
 """
         )
-        worker.tell("for _ in range(300): turn()")
+        worker.tell("for _ in range(200): turn()")
     for worker in workers:
         worker.heard(within=120)
     for worker in workers:

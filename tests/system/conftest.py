@@ -44,7 +44,7 @@ def eventually(true: Callable[[], object], what: str, within: float = PATIENCE) 
 class Process:
     """A child of the test whose first line of output says that it is ready."""
 
-    def __init__(self, *command: str, errors: Path) -> None:
+    def __init__(self, *command: str, errors: Path, environment: dict[str, str] | None = None) -> None:
         self.errors = errors
         with errors.open("ab") as log:
             self.process: subprocess.Popen[bytes] = subprocess.Popen(
@@ -52,7 +52,7 @@ class Process:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=_ENVIRONMENT,
+                env=_ENVIRONMENT | (environment or {}),
                 cwd=ROOT,
             )
         self._output = b""
@@ -136,6 +136,7 @@ class Daemon:
         self.clients: list[Client] = []
         self.workers: list[Worker] = []
         self.expected_traceback = False
+        self.environment: dict[str, str] = {}
         self._faults: dict[str, Any] = {}
 
     @property
@@ -151,7 +152,7 @@ class Daemon:
         flags = [word for key, value in self.settings.items() for word in ("--set", f"{key}={value}")]
         arranged = json.dumps({"faults": faults or [], **options})
         command = ["tests.system.faulty", arranged, "--runtime-dir", self.endpoint, *flags]
-        return Process(*command, errors=self.directory / "log")
+        return Process(*command, errors=self.directory / "log", environment=self.environment)
 
     def start(self, faults: list[dict[str, Any]] | None = None, **options: Any) -> Self:
         self.process = self.spawn(faults, **options)
