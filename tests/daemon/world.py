@@ -97,7 +97,8 @@ class World:
             parent = session.tenant.pages.get(slot.parent)
             frame, slot.frame = slot.frame, None
             session.tenant.writing.discard(slot.key)
-            if parent is None and slot.parent != reservation.namespace.seed:
+            orphan = parent is None and slot.parent != reservation.namespace.seed
+            if orphan or slot.key in session.tenant.pages:
                 self.store.give(frame)
                 continue
             self.write(frame, slot.key)

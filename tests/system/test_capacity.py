@@ -208,3 +208,22 @@ def test_prefetch_brings_pages_before_they_are_asked_for(make: MakeDaemon) -> No
     assert space.migrate(keys, "ssd", move=True) == 40
     assert set(space.locate(keys)) == {"ssd"}
     assert read(space, keys) == 40
+
+
+def test_three_tiers_and_back(make: MakeDaemon) -> None:
+    """Two disks below host memory: what leaves one goes to the next, and comes back from wherever it is."""
+    daemon = make(host="1MiB", ssd="2MiB", tiers__slow__medium="file", tiers__slow__capacity="8MiB")
+    daemon.settings["tiers.slow.path"] = daemon.directory / "slow"
+    daemon.settings["tiers.slow.slab"] = "256KiB"
+    space = daemon.start().space()
+    chains = [chain(space, seed, 36) for seed in range(40)]
+    for keys in chains:
+        put(space, keys)
+        eventually(lambda: not any(tier(space, at)["unsaved"] for at in (1, 2)), "all is written")
+    found = [space.lookup(keys) for keys in chains]
+    assert sum(found) > 1000, "the last tier holds what the others do not"
+    assert sum(read(space, keys) for keys in chains) > 1000
+    daemon.stop()
+    daemon.start()
+    space = daemon.space()
+    assert sum(read(space, keys) for keys in chains) > 1000
