@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -160,7 +162,7 @@ def test_all_leased_is_said_in_time(make: MakeDaemon) -> None:
     leases = []
     for seed in range(20):
         try:
-            put(space, chain(space, seed, 30), timeout=1)
+            put(space, chain(space, seed, 30), timeout=0.2)
         except OutOfPages:
             break
         leases.append(space.borrow(chain(space, seed, 30)))
@@ -346,6 +348,38 @@ array = lease[0].numpy()
     client = daemon.client()
     eventually(lambda: client.stats()["daemon"]["sessions"] == 1, "its session is over")
     assert client.stats()["tiers"][0]["reserved_bytes"] == 0
+
+
+def test_an_answer_that_comes_too_late_is_not_taken_for_the_next(make: MakeDaemon) -> None:
+    """The daemon stands still while a slab is asked for; what it says later must not be mapped as another slab."""
+    daemon = make(host="4MiB", slab="256KiB").start()
+    writer = daemon.space()
+    chains = [chain(writer, seed, 32) for seed in range(8)]
+    for keys in chains:
+        put(writer, keys)  # a slab for every two of them
+    space = daemon.space()
+    leases = [space.borrow(keys) for keys in chains]
+    attachment = space.client.current()
+    attachment.connection.settimeout(0.2)
+    assert daemon.process is not None
+    os.kill(daemon.process.pid, signal.SIGSTOP)
+    for lease in leases[:3]:
+        with pytest.raises(DaemonLost):
+            _ = lease[0].view
+    os.kill(daemon.process.pid, signal.SIGCONT)
+    for number, lease in enumerate(leases):
+        try:
+            assert not wrong(lease, chains[number])
+        except DaemonLost:
+            continue
+
+    def attached_again() -> bool:
+        with contextlib.suppress(DaemonLost):
+            space.client.ping()
+        return space.client.current() is not attachment
+
+    eventually(attached_again, "the client gives the attachment up")
+    assert [read(space, keys) for keys in chains] == [32] * 8
 
 
 def test_no_daemon_is_said_with_what_to_do(place: Path) -> None:

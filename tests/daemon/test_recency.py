@@ -1,0 +1,89 @@
+"""Who leaves first: by hand, where the model only says that someone may."""
+
+from __future__ import annotations
+
+from kvtier.config import Size
+from kvtier.wire import Borrowed
+from kvtier_daemon.jobs import Grow
+from kvtier_daemon.slabs import State
+from tests.daemon.world import UNIT, World
+
+
+def test_a_commit_renews_the_prefix_it_stands_on() -> None:
+    """The head of a chain is on disk alone, the oldest thing there; its tail is committed in memory. Then the disk
+    fills: the head must not go before its tail, which nothing could find without it."""
+    world = World(24, 16)
+    session = world.session()
+    space = world.namespace(session)
+    chain = world.keys(space, 12, branch=1)
+    world.store_chain(session, space, chain[:8])
+    others = [world.namespace(session, model=f"m{number}") for number in range(8)]
+    for other in others[:4]:
+        world.store_chain(session, other, world.keys(other, 2))
+    for page in reversed(session.tenant.run(chain[:8])):
+        world.store.shed(page.frames[0])  # in memory no more
+    operation, _ = world.reserve(session, space, chain[8:], first=8)
+    for slot, parent in zip(operation.reservation.slots, chain[7:], strict=False):
+        slot.parent = parent
+    world.settle()
+    world.commit(session, operation)
+    for other in others[4:]:
+        world.store_chain(session, other, world.keys(other, 1))
+    world.settle()
+    assert session.tenant.count(chain) == 12
+    world.store.check()
+
+
+def test_a_page_waits_to_be_saved_only_while_the_disk_gets_on() -> None:
+    world = World(8, 64)
+    session = world.session()
+    space = world.namespace(session)
+    keys = world.keys(space, 24)
+
+    def store(start: int) -> int:
+        """Eight pages, with nothing written to disk; how many got a frame."""
+        operation, _ = world.reserve(session, space, keys[start : start + 8], first=start)
+        for slot in operation.reservation.slots[:1]:
+            slot.parent = keys[start - 1] if start else space.seed
+        while grows := [job for job in world.jobs if isinstance(job, Grow) and job.owner.tier.index == 0]:
+            world.do(grows[0])
+        got = len(operation.reservation.slots)
+        if not operation.done:
+            operation.expire()
+        world.commit(session, operation)
+        return got
+
+    assert store(0) == 8
+    assert store(8) == 0, "the disk is asked to save them first"
+    world.now += 60
+    assert store(8) > 0, "but it does nothing"
+    assert world.store.counters.evictions["unsaved"] > 0
+    world.store.check()
+
+
+def test_a_write_queue_is_bounded_and_what_does_not_fit_is_counted() -> None:
+    world = World(32, 64, write_queue=Size(4 * UNIT))
+    session = world.session()
+    space = world.namespace(session)
+    operation, _ = world.reserve(session, space, world.keys(space, 16))
+    while grows := [job for job in world.jobs if isinstance(job, Grow)]:
+        world.do(grows[0])
+    world.commit(session, operation)
+    below = world.tiers[1]
+    assert below.unsaved_bytes <= 4 * UNIT
+    assert world.store.counters.unsaved == 16 - len(below.unsaved) - below.writing
+
+
+def test_second_use_admits() -> None:
+    world = World(32, 64, admission="second-use")
+    session = world.session()
+    space = world.namespace(session)
+    keys = world.keys(space, 8)
+    world.store_chain(session, space, keys)
+    assert not world.index
+    operation, answers = world.borrow(session, keys[:3])
+    assert operation.done and isinstance(answers[0], Borrowed)
+    world.settle()
+    assert set(world.index) == set(keys[:3])
+    frame = session.tenant.pages[keys[0]].frames[1]
+    assert frame is not None and frame.state is State.READY
