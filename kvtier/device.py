@@ -89,6 +89,18 @@ def use(ordinal: int) -> None:
     runtime().setDevice(ordinal)
 
 
+def start(ordinal: int) -> None:
+    """Make the device's context. Raises CudaUnavailable where there is no memory left even for that, or it is broken."""
+    cuda = runtime()
+    try:
+        use(ordinal)
+        cuda.deviceSynchronize()
+    except cuda.CUDARuntimeError as error:
+        raise CudaUnavailable(
+            f"GPU {ordinal} cannot be used ({error}); see nvidia-smi for what holds its memory"
+        ) from error
+
+
 def allocate(nbytes: int) -> int:
     """`nbytes` of the current device's memory, zeroed: it may have been another tenant's. Raises CudaUnavailable."""
     cuda = runtime()
@@ -156,8 +168,8 @@ def connect(first: int, second: int) -> bool:
     cuda = runtime()
     if not cuda.deviceCanAccessPeer(first, second):
         return False
-    use(first)
     try:
+        use(first)
         cuda.deviceEnablePeerAccess(second)
     except cuda.CUDARuntimeError as error:
         return bool(error.status == _ALREADY_ENABLED)

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _WINDOW = 256 << 20
 """Bytes under way in one direction: enough to keep the link busy, little enough for a borrow not to wait long."""
+_DIRECTIONS = ("up", "down", "peer")
 _POLL = 20e-6
 """Seconds between two looks at the events while nothing else is to be done."""
 _LOST = frozenset({46, 214, 700, 702, 709, 710, 719, 999})
@@ -106,18 +107,25 @@ class StreamLane(Lane):
 
     def _loop(self) -> None:
         cupy_cuda = importlib.import_module("cupy").cuda
-        device.use(self.medium.gpu.ordinal)
-        for direction in ("up", "down", "peer"):
-            self.streams[direction] = cupy_cuda.Stream(non_blocking=True)
-            self.under_way[direction] = deque()
-            self.bytes[direction] = 0
+        lost: Exception | None = None
+        try:
+            device.use(self.medium.gpu.ordinal)
+            self.streams = {direction: cupy_cuda.Stream(non_blocking=True) for direction in _DIRECTIONS}
+        except Exception as error:  # noqa: BLE001 (every job that comes is told)
+            lost = MediumLost(f"tier {self.medium.name}: the GPU {self.medium.gpu.uuid} cannot be used ({error})")
+            log.error("%s; the other tiers serve on", lost)
+        self.under_way = {direction: deque() for direction in _DIRECTIONS}
+        self.bytes = dict.fromkeys(_DIRECTIONS, 0)
         while True:
             busy = any(self.under_way.values())
             jobs = self._take(wait=not busy)
-            if jobs is None:
-                if not busy:
-                    return
-            else:
+            if jobs is None and not busy:
+                return
+            if jobs and lost is not None:
+                for job in jobs:
+                    job.error = lost
+                self.report(jobs)
+            elif jobs:
                 self._run(cupy_cuda, jobs)
             if not self._reap() and not jobs and busy:
                 time.sleep(_POLL)
@@ -152,10 +160,9 @@ class StreamLane(Lane):
             return jobs
 
     def _direction(self, job: Copy) -> str:
-        source, target = job.source.tier.config.medium, job.target.tier.config.medium
-        if source == target:
-            return "peer"
-        return "up" if target == "cuda" else "down"
+        if not job.target.tier.device:
+            return "down"
+        return "peer" if job.source.tier.device else "up"
 
     def _run(self, cupy_cuda: Any, jobs: list[Job]) -> None:
         """Start what is asked for; slabs are made and unmade on the spot."""
@@ -182,9 +189,11 @@ class StreamLane(Lane):
         cuda = device.runtime()
         stream = self.streams[direction]
         started = time.monotonic()
-        for run in adjacent(jobs, self._ends):
-            source, target = self._ends(run[0])
-            nbytes = sum(job.target.nbytes for job in run)
+        for run in adjacent(jobs):
+            first = run[0]
+            source = self.media[first.source.tier.index].address(first.source)
+            target = self.media[first.target.tier.index].address(first.target)
+            nbytes = len(run) * first.target.nbytes
             try:
                 cuda.memcpyAsync(target, source, nbytes, cuda.memcpyDefault, stream.ptr)
                 event = cupy_cuda.Event(disable_timing=True)
@@ -194,11 +203,6 @@ class StreamLane(Lane):
                 continue
             self.under_way[direction].append((event, run, started, nbytes))
             self.bytes[direction] += nbytes
-
-    def _ends(self, job: Copy) -> tuple[int, int]:
-        """Addresses of the copy's two ends."""
-        source = self.media[job.source.tier.index].address(job.source)
-        return source, self.media[job.target.tier.index].address(job.target)
 
     def _reap(self) -> bool:
         """Report the copies whose event has passed; whether there were any."""
@@ -240,18 +244,24 @@ class StreamLane(Lane):
         return error
 
 
-def adjacent(jobs: list[Copy], ends: Callable[[Copy], tuple[int, int]]) -> list[list[Copy]]:
-    """`jobs` in runs that lie side by side at both ends, so that one copy moves a run; within slabs only."""
+def adjacent(jobs: list[Copy]) -> list[list[Copy]]:
+    """`jobs`, in their order, in runs that lie side by side at both ends, so that one copy moves a run."""
     runs: list[list[Copy]] = []
-    for job in sorted(jobs, key=lambda job: (job.priority, job.source.slab.id, job.source.index)):
-        if runs:
-            last = runs[-1][-1]
-            same = last.source.slab is job.source.slab and last.target.slab is job.target.slab
-            if same and last.priority == job.priority:
-                before, after = ends(last), ends(job)
-                step = last.target.nbytes
-                if after == (before[0] + step, before[1] + step):
-                    runs[-1].append(job)
-                    continue
-        runs.append([job])
+    run: list[Copy] = []
+    source = target = None
+    for job in jobs:
+        after, into = job.source, job.target
+        if (
+            source is not None
+            and target is not None
+            and after.index == source.index + 1
+            and into.index == target.index + 1
+            and after.slab is source.slab
+            and into.slab is target.slab
+        ):
+            run.append(job)
+        else:
+            run = [job]
+            runs.append(run)
+        source, target = after, into
     return runs

@@ -216,6 +216,11 @@ class Daemon:
                 raise ConfigError(
                     f"tiers.{name}.capacity is {format_size(settings.capacity)} and {gpu.name} has {format_size(gpu.total)}"
                 )
+            try:
+                device.start(gpu.ordinal)
+            except CudaUnavailable as error:
+                log.error("tier %s is left out: %s; the others serve", own, error)
+                continue
             tier = Tier(len(self.tiers), own, settings, persistent=False, mappable=True, device=gpu.uuid)
             self.gpus[tier.index] = gpu
             self.tiers.append(tier)

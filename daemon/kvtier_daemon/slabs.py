@@ -198,6 +198,7 @@ class SlabClass:
             return None
         frame = self.free.pop()
         frame.slab.busy += 1
+        frame.touched = 0
         frame.generation += 1
         frame.become(state)
         self.taken += 1

@@ -33,6 +33,8 @@ GROW_RETRY = 5.0
 """Seconds before a medium that refused a slab is asked again."""
 STALLED = 2.0
 """Seconds in which a tier finished no copy from above, though some were wanted, after which nobody waits for it."""
+GPU_WINDOW = 256 << 20
+"""Bytes of write-through from a GPU that are under way at once: its link is not kept waiting for this thread."""
 AT_ONCE = 64
 """Jobs handed to the movers together."""
 LOOK_EVERY = 16
@@ -182,12 +184,12 @@ class Store:
         held = source or self.fetch(page, self._between(page, tier), priority)
         if held is None:
             return None
-        self.pin(held)  # or making room could drop the very source
+        held.copies += 1  # or making room could drop the very source
         owner = self.class_of(tier, page.namespace.tenant, page.nbytes)
-        try:
-            target = self.take(owner, State.FILLING)
-        finally:
-            self.unpin(held)
+        target = self.take(owner, State.FILLING)
+        held.copies -= 1
+        if held.state is State.READY and (page.gone or held.slab.leaving):
+            self._settle(held)
         if target is None:
             self.starved = owner
         elif page.gone:
@@ -307,12 +309,14 @@ class Store:
     def pump(self, tier: Tier) -> None:
         """Start copies of unsaved pages to `tier`, as many as its movers take at once."""
         most = 2 * tier.config.queue_depth
-        while tier.unsaved and tier.writing < most:
+        while tier.unsaved:
             page = next(iter(tier.unsaved))
             source = self._in_reach(page, tier)
             if source is None or page.frames[tier.index] is not None:
                 self._unqueue(page, tier)
                 continue
+            if tier.writing >= most and not (source.tier.device and tier.writing * page.nbytes < GPU_WINDOW):
+                return
             target = self.take(self.class_of(tier, page.namespace.tenant, page.nbytes), State.FILLING)
             if target is None:
                 return
@@ -615,9 +619,11 @@ class Store:
         page = frame.page
         assert page is not None
         frame.become(State.READY)
-        frame.touched = max((other.touched for other in page.frames if other is not None), default=0)
+        for other in page.frames:
+            if other is not None and other.touched > frame.touched:
+                frame.touched = other.touched
         frame.slab.touched = max(frame.slab.touched, frame.touched)
-        for target, priority in self.onward.pop(frame, ()):
+        for target, priority in self.onward.pop(frame, ()) if self.onward else ():
             if page.gone:
                 self._discard(target)
             else:
