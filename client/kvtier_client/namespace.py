@@ -51,14 +51,14 @@ class NamespaceClient:
         attachment = self.client.current()
         body = wire.Borrow(b"".join(keys), attachment.named(tier))
         answer = self.client.on(attachment, "borrow", body, wire.Borrowed, timeout=timeout)
-        return Lease(self, attachment, answer.lease, answer.handles)
+        return Lease(self, attachment, answer.lease, answer.handles, answer.origins)
 
     def submit_borrow(self, keys: Sequence[bytes], *, tier: str = "any", timeout: float = _TIMEOUT) -> Pending[Lease]:
         """As `borrow`, waited for later."""
 
         def finish(attachment: Attachment, body: Any) -> Lease:
             answer = wire.convert(body, wire.Borrowed)
-            return Lease(self, attachment, answer.lease, answer.handles)
+            return Lease(self, attachment, answer.lease, answer.handles, answer.origins)
 
         body = wire.Borrow(b"".join(keys), self.client.current().named(tier))
         return self.client.submit("borrow", body, finish, timeout=timeout)
@@ -109,6 +109,8 @@ class NamespaceClient:
         self, first: int, count: int, parent: bytes, keys: bytes, tier: str | None, timeout: float
     ) -> Reservation:
         attachment = self.client.current()
+        if count <= 0:
+            return Reservation(self, attachment, first, 0, b"", b"")
         body = wire.Reserve(self._open(attachment), tier or attachment.fastest, first, count, parent, keys)
         answer = self.client.on(attachment, "reserve", body, wire.Reserved, timeout=timeout)
         return Reservation(self, attachment, first, answer.reservation, answer.status, answer.handles)

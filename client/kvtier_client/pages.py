@@ -51,6 +51,10 @@ class PageView:
         self.holder.require()
         return self.holder.attachment.mapping(self.handle.slab).address + self.handle.offset
 
+    def __repr__(self) -> str:
+        slab, _, offset, length = self.handle
+        return f"<PageView: {length} bytes at {offset} of slab {slab}>"
+
     @property
     def units(self) -> int:
         return self.handle.length // self.holder.layout.unit_stride
@@ -79,7 +83,8 @@ class PageView:
         strides = [dtype.itemsize]
         for size in reversed(shape[1:]):
             strides.insert(0, strides[0] * size)
-        return np.ndarray((self.units, *shape), dtype, buffer=self.view, strides=(layout.unit_stride, *strides))
+        memory = np.frombuffer(self.view, np.uint8)  # holds the mapping; an ndarray straight over the view would not
+        return np.ndarray((self.units, *shape), dtype, buffer=memory, strides=(layout.unit_stride, *strides))
 
     def torch(self) -> Tensor:
         """`[unit, *layout.shape]` over the page's memory, where it lies (CPU or GPU), in the layout's dtype (int4: uint8,
@@ -118,13 +123,16 @@ class Lease:
     Falsy when nothing was to be had. `len()` is the number of pages, `tokens` what they hold.
     """
 
-    __slots__ = ("__weakref__", "_ended", "attachment", "handles", "id", "namespace")
+    __slots__ = ("__weakref__", "_ended", "_origins", "attachment", "handles", "id", "namespace")
 
-    def __init__(self, namespace: NamespaceClient, attachment: Attachment, lease: int, handles: bytes) -> None:
+    def __init__(
+        self, namespace: NamespaceClient, attachment: Attachment, lease: int, handles: bytes, origins: bytes = b""
+    ) -> None:
         self.namespace = namespace
         self.attachment = attachment
         self.id = lease
         self.handles = wire.unpack_handles(handles)
+        self._origins = origins
         self._ended = False
 
     @property
@@ -139,6 +147,14 @@ class Lease:
     @property
     def pages(self) -> list[PageView]:
         return [PageView(self, handle) for handle in self.handles]
+
+    @property
+    def found_in(self) -> list[str]:
+        """Name of the tier that each page was found in; it may have been brought to another since (`PageView.tier`)."""
+        return [self.attachment.tiers[tier] for tier in self._origins]
+
+    def __repr__(self) -> str:
+        return f"<Lease {self.id}: {len(self)} pages{', released' if self._ended else ''}>"
 
     def __len__(self) -> int:
         return len(self.handles)
@@ -226,6 +242,9 @@ class Reservation:
     @property
     def pages(self) -> list[PageView]:
         return [PageView(self, handle) for handle in self.handles]
+
+    def __repr__(self) -> str:
+        return f"<Reservation {self.id}: {len(self)} pages from number {self.first} on, {len(self._open)} open>"
 
     @property
     def numbers(self) -> list[int]:

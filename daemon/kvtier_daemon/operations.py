@@ -6,6 +6,7 @@ deadline, `cancel` the end of its session or its owner's change of mind. It answ
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from kvtier.errors import Cancelled, KvtierError, OutOfPages
@@ -28,6 +29,18 @@ class Operation:
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.done = False
+        self.spent: dict[str, float] | None = None
+        """Seconds waited so far by what for; None while nothing had to be waited for."""
+        self._waiting = ("", 0.0)
+
+    def waits(self, reason: str) -> None:
+        """From now on it waits for that ("": for nothing more)."""
+        before, since = self._waiting
+        self._waiting = (reason, time.monotonic())
+        if self.spent is None:
+            self.spent = {}
+        if before:
+            self.spent[before] = self.spent.get(before, 0.0) + self._waiting[1] - since
 
     def advance(self) -> None:
         """Go as far as possible now."""
@@ -44,6 +57,8 @@ class Operation:
     def finish(self, result: Body | KvtierError) -> None:
         if not self.done:
             self.done = True
+            if self.spent is not None:
+                self.waits("")
             self.answer(result)
 
 
@@ -117,7 +132,8 @@ class Borrowing(Operation):
 
     def result(self, frames: list[Frame]) -> Body:
         lease = self.sessions.grant(self.session, frames)
-        return Borrowed(lease, pack_handles([frame.handle() for frame in frames]))
+        origins = bytes([origin for _, _, origin in self.held])
+        return Borrowed(lease, pack_handles([frame.handle() for frame in frames]), origins)
 
     def _count_arrived(self) -> None:
         while self.arrived < len(self.held):
@@ -143,6 +159,8 @@ class Borrowing(Operation):
             for page, (_, _, origin) in zip(self.pages, self.held, strict=True):
                 counters.hits[origin] += 1
                 counters.hit_tokens[origin] += page.tokens
+            if self.pages:
+                self.pages[0].namespace.borrowed += len(self.pages)
         self.store.touch(self.pages)
         if self.tier is not None:
             leave_crowded(self.store, self.pages, self.tier)
@@ -297,6 +315,7 @@ class Evicting(Operation):
                 watch(self, page)
                 return
         if self.barrier is None:
+            self.waits("index")
             self.barrier = Barrier(self)
             self.store.post(self.barrier)
         elif self.barrier.done:
@@ -316,6 +335,7 @@ class Emptying(Operation):
         self.busy = busy
         self.result = result
         sessions.store.watchers.append(self)
+        self.waits("copies")
 
     def advance(self) -> None:
         if not self.busy():
@@ -327,6 +347,7 @@ class Emptying(Operation):
 
 def watch(operation: Operation, page: Page) -> None:
     """Have `operation` woken when a copy of `page` ends."""
+    operation.waits("copies")
     if page.waiters is None:
         page.waiters = []
     if operation not in page.waiters:
@@ -335,6 +356,7 @@ def watch(operation: Operation, page: Page) -> None:
 
 def wait_for(operation: Operation, owner: SlabClass) -> None:
     """Have `operation` woken when a frame of `owner` may be had."""
+    operation.waits("frames")
     if operation not in owner.waiters:
         owner.waiters.append(operation)
 

@@ -5,14 +5,17 @@ Requests are checked here, at the edge: whatever is let through makes sense. Rai
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 from kvtier import keys as page_keys
 from kvtier import wire
+from kvtier.config import LogLevel
 from kvtier.errors import AccessDenied, Draining, InvalidRequest, LayoutError, StaleHandle
 from kvtier.sizes import format_size
-from kvtier.wire import EXISTS, GRANTED
+from kvtier.wire import EXISTS, GRANTED, ORPHAN
+from kvtier_daemon import logs
 from kvtier_daemon.attach import AttachServer
 from kvtier_daemon.directory import OpenNamespace, Page
 from kvtier_daemon.operations import (
@@ -31,10 +34,9 @@ from kvtier_daemon.sessions import Reservation, Session, Sessions, Slot
 from kvtier_daemon.slabs import Frame, State
 from kvtier_daemon.tiers import Tier
 
-Handler = Callable[[Session, bytes, Any, Answer], wire.Body | Operation]
+log = logging.getLogger(__name__)
 
-ORPHAN = 3
-"""Status of a committed page whose prefix is not held (any more): nothing could find it, so it is given back."""
+Handler = Callable[[Session, bytes, Any, Answer], wire.Body | Operation]
 
 
 class Verbs:
@@ -217,6 +219,11 @@ class Verbs:
                 f"tenants are guaranteed {format_size(promised)} of tier {tier.name}: it cannot have less"
             )
         self.store.resize(tier, body.capacity)
+        log.info(
+            "tier %s has a capacity of %s now",
+            *(tier.name, format_size(body.capacity)),
+            extra=logs.fields(tier=tier.name, capacity=body.capacity, uid=session.uid),
+        )
 
         def over() -> bool:
             return tier.allocated > tier.capacity
@@ -225,6 +232,10 @@ class Verbs:
 
     def _drain(self, session: Session, _: bytes, body: wire.Drain, answer: Answer) -> wire.Body | Operation:
         self._admin(session, "drain")
+        log.info(
+            "draining %s", f"tier {body.tier}" if body.tier else "all: new pages are refused until a restart",
+            extra=logs.fields(tier=body.tier, uid=session.uid),
+        )
         if not body.tier:
             self.draining = True
             self.flush_unsaved()
@@ -258,6 +269,16 @@ class Verbs:
         if body.skip < 0:
             raise InvalidRequest(f"skip {body.skip}: it must not be negative")
         return wire.Report(self.reports.inventory(session, body.namespace, body.skip))
+
+    def _loglevel(self, session: Session, _: bytes, body: wire.LogLevel, __: Answer) -> wire.Body:
+        self._admin(session, "change the log level")
+        if not body.level:
+            return wire.LoggedAt(logs.level())
+        if body.level not in get_args(LogLevel):
+            raise InvalidRequest(f"no log level {body.level!r}; there are: {', '.join(get_args(LogLevel))}")
+        before = logs.set_level(body.level)
+        log.info("log level is %s now", body.level, extra=logs.fields(before=before, uid=session.uid))
+        return wire.LoggedAt(before)
 
     def _subscribe(self, session: Session, identity: bytes, _: wire.Subscribe, __: Answer) -> wire.Body:
         session.subscribers.add(identity)
