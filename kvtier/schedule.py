@@ -56,6 +56,10 @@ class Schedule(msgspec.Struct, frozen=True):
             return 0
         return min(1 + (page - _FIRST) // _EACH, self.top_order)
 
+    def tokens(self, first: int, count: int) -> int:
+        """Of `count` pages from number `first` on."""
+        return self.span(first + count - 1).stop - self.span(first).start if count else 0
+
     def span(self, page: int) -> Span:
         """Of page number `page`, counted from 0."""
         order = self.order(page)

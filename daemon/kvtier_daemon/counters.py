@@ -55,7 +55,7 @@ class Latency:
 
 
 class Moves:
-    """Copies from one tier to another."""
+    """Copies from one tier to another, for one reason."""
 
     __slots__ = ("bytes", "failed", "pages", "seconds")
 
@@ -69,7 +69,8 @@ class Moves:
 class Counters:
     """`hits` and `hit_tokens` have an entry a tier: pages (tokens) that a borrow leased there without waiting for a
     copy, or for which it waited, counted under the tier they came from. A hit is also a request, so no share of them
-    can pass 1."""
+    can pass 1: both are counted when the request is answered, never one of them earlier. `missed_tokens` are those of
+    pages asked for and not lent."""
 
     def __init__(self, tiers: int) -> None:
         self.lookups = 0
@@ -79,6 +80,7 @@ class Counters:
         self.requested = 0
         self.hits = [0] * tiers
         self.hit_tokens = [0] * tiers
+        self.missed_tokens = 0
         self.commits = 0
         self.committed_tokens = 0
         self.reserved = 0
@@ -86,8 +88,9 @@ class Counters:
         self.busy = 0
         self.out_of_pages = 0
         self.evictions: dict[str, int] = {}
-        self.moves: dict[tuple[int, int], Moves] = {}
+        self.moves: dict[tuple[int, int, str], Moves] = {}
         self.lost = 0
+        self.checksum_failures = 0
         self.unsaved = 0
         self.reassigned = 0
         self.grow_failures = 0
@@ -98,16 +101,32 @@ class Counters:
         self.latency: dict[str, Latency] = {}
         self.errors: dict[str, int] = {}
 
-    def moved(self, source: int, target: int, nbytes: int, seconds: float, *, failed: bool) -> None:
-        moves = self.moves.get((source, target))
+    def asked(self, pages: int, missed_tokens: int) -> None:
+        """A borrow of so many pages is answered."""
+        self.requested += pages
+        self.missed_tokens += missed_tokens
+
+    def moved(self, source: int, target: int, nbytes: int, seconds: float, *, reason: str, failed: bool) -> None:
+        moves = self.moves.get((source, target, reason))
         if moves is None:
-            moves = self.moves[(source, target)] = Moves()
+            moves = self.moves[(source, target, reason)] = Moves()
         if failed:
             moves.failed += 1
         else:
             moves.pages += 1
             moves.bytes += nbytes
             moves.seconds += seconds
+
+    def paths(self) -> dict[tuple[int, int], Moves]:
+        """The moves by path, whatever their reasons."""
+        paths: dict[tuple[int, int], Moves] = {}
+        for (source, target, _), moves in sorted(self.moves.items()):
+            path = paths.setdefault((source, target), Moves())
+            path.pages += moves.pages
+            path.bytes += moves.bytes
+            path.seconds += moves.seconds
+            path.failed += moves.failed
+        return paths
 
     def took(self, verb: str, seconds: float) -> None:
         latency = self.latency.get(verb)

@@ -26,7 +26,7 @@ from kvtier.memory import Mapping, create_memfd
 from kvtier_daemon.jobs import Job
 from kvtier_daemon.lanes import Lane
 from kvtier_daemon.slabs import Frame
-from kvtier_daemon.store import SourceLost
+from kvtier_daemon.store import SourceLost, WrongBytes
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +221,7 @@ class FileMedium:
         except OSError as error:
             raise SourceLost(f"tier {self.name}: cannot read {self.path(frame.slab.id)}: {error.strerror}") from error
         if xxhash.xxh3_64_intdigest(into) != frame.checksum:
-            raise SourceLost(
+            raise WrongBytes(
                 f"tier {self.name}: the page at byte {frame.offset} of {self.path(frame.slab.id)} is not what was "
                 f"written (checksum): it is dropped; if this repeats, check the disk"
             )

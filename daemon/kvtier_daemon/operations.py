@@ -85,6 +85,9 @@ class Borrowing(Operation):
         """(frame, its generation, index of the tier that the page was found in)."""
         self.arrived = 0
         self.starved: SlabClass | None = None
+        self.first = pages[0] if pages else None
+        self.asked = len(pages)
+        """Pages that the request named, whether they are held or not."""
 
     def advance(self) -> None:
         self.starved = None
@@ -129,6 +132,14 @@ class Borrowing(Operation):
         if not self.done:
             self._cut(0)
             super().cancel()
+
+    def finish(self, result: Body | KvtierError) -> None:
+        if not self.done and self.counted and self.first is not None:
+            lent = 0 if isinstance(result, KvtierError) else len(self.pages)
+            missed = self.asked - lent
+            tokens = self.first.namespace.schedule.tokens(self.first.number + lent, missed) if missed else 0
+            self.store.counters.asked(self.asked, tokens)
+        super().finish(result)
 
     def result(self, frames: list[Frame]) -> Body:
         lease = self.sessions.grant(self.session, frames)

@@ -55,7 +55,7 @@ class Reports:
                     "seconds": moves.seconds,
                     "failed": moves.failed,
                 }
-                for (source, target), moves in sorted(counters.moves.items())
+                for (source, target), moves in counters.paths().items()
             ],
             "latency": {
                 verb: {

@@ -66,7 +66,7 @@ class Session:
             "read_only",
             "readable",
         ),
-        *("requests", "reservations", "since", "slabs", "subscribers", "tenant", "token", "uid"),
+        *("requests", "reservations", "since", "slabs", "space", "subscribers", "tenant", "token", "uid"),
     )
 
     def __init__(self, session_id: int, tenant: Tenant, *, name: str, pid: int, uid: int, process: int) -> None:
@@ -85,6 +85,8 @@ class Session:
         self.reservations: dict[int, Reservation] = {}
         self.operations: dict[tuple[bytes, int], Operation] = {}
         self.slabs: set[int] = set()
+        self.space: OpenNamespace | None = None
+        """The namespace that it opened last."""
         self.subscribers: set[bytes] = set()
         self.notices = 0
         self.requests = 0

@@ -83,9 +83,12 @@ class Frame:
         return (slab.id, self.generation, self.index * nbytes, nbytes)
 
     def become(self, state: State) -> None:
-        counts = self.slab.owner.counts
+        owner = self.slab.owner
+        counts = owner.counts
         counts[self.state] -= 1
         counts[state] += 1
+        if self.pins:
+            owner.leased += (state is State.READY) - (self.state is State.READY)
         self.state = state
 
 
@@ -141,6 +144,7 @@ class SlabClass:
         "frame_bytes",
         "free",
         "growing",
+        "leased",
         "low",
         "lru",
         "misses",
@@ -162,6 +166,8 @@ class SlabClass:
         self.waiters: deque[Operation] = deque()
         self.counts = [0] * len(State)
         self.growing = 0
+        self.leased = 0
+        """READY frames with pins."""
         self.taken = 0
         self.misses = 0
         self.rate = 0.0
@@ -240,6 +246,7 @@ class SlabClass:
         frames = [frame for slab in self.slabs for frame in slab.frames]
         for state in State:
             assert self.counts[state] == sum(frame.state is state for frame in frames), state
+        assert self.leased == sum(bool(frame.pins) and frame.state is State.READY for frame in frames)
         assert all(frame.state is State.FREE and not frame.slab.leaving for frame in self.free)
         assert len(set(self.free)) == len(self.free)
         for frame in frames:

@@ -47,6 +47,10 @@ class SourceLost(KvtierError):
     code = "source_lost"
 
 
+class WrongBytes(SourceLost):
+    """It has the wrong bytes."""
+
+
 class MediumLost(KvtierError):
     """A job failed because its tier's medium is gone for good, with all that it held."""
 
@@ -114,13 +118,16 @@ class Store:
     def pin(self, frame: Frame) -> None:
         """Hold a READY or FILLING frame where it is."""
         if not frame.pins:
-            frame.slab.owner.lru.pop(frame, None)
+            owner = frame.slab.owner
+            owner.lru.pop(frame, None)
+            owner.leased += frame.state is State.READY
         frame.pins += 1
 
     def unpin(self, frame: Frame) -> None:
         frame.pins -= 1
         assert frame.pins >= 0
         if not frame.pins and frame.state is State.READY:
+            frame.slab.owner.leased -= 1
             self._settle(frame)
             self.wake(frame.slab.owner)
 
@@ -576,7 +583,11 @@ class Store:
         if job.background:
             target.tier.writing -= 1
         target.tier.progressed = self.clock()
-        self.counters.moved(source.tier.index, target.tier.index, page.nbytes, job.seconds, failed=bool(job.error))
+        self.counters.moved(
+            *(source.tier.index, target.tier.index, page.nbytes, job.seconds),
+            reason=job.priority.name.lower(),
+            failed=bool(job.error),
+        )
         if job.error is None and target.tier.persistent and not page.gone:
             self.post(Record(page, source, target))  # the source stays held until the copy is recorded
             return
@@ -589,6 +600,7 @@ class Store:
                 self._lose(source.tier if source.tier.index < target.tier.index else target.tier)
             elif isinstance(job.error, SourceLost):
                 self.counters.lost += 1
+                self.counters.checksum_failures += isinstance(job.error, WrongBytes)
                 if source.page is page and source.state is State.READY and not source.pins and not source.copies:
                     self._drop(source)
                 elif not page.gone:

@@ -145,12 +145,7 @@ class Tier:
         return sum(owner.counts[state] * owner.frame_bytes for owner in self.classes.values())
 
     def leased_bytes(self) -> int:
-        return sum(
-            frame.nbytes
-            for slab in self.slabs.values()
-            for frame in slab.frames
-            if frame.pins and frame.state is State.READY
-        )
+        return sum(owner.leased * owner.frame_bytes for owner in self.classes.values())
 
     def check(self) -> None:
         """Assert what must always hold."""

@@ -59,7 +59,8 @@ class Verbs:
             )
         if body.probed:
             self.attach.verify_probe(session, spec)
-        return wire.Opened(self.store.directory.open(session.tenant, spec).id)
+        session.space = self.store.directory.open(session.tenant, spec)
+        return wire.Opened(session.space.id)
 
     def _lookup(self, session: Session, _: bytes, body: wire.Lookup, __: Answer) -> wire.Body:
         keys = page_keys.split(body.keys)
@@ -84,11 +85,13 @@ class Verbs:
         keys = page_keys.split(body.keys)
         counters = self.store.counters
         counters.borrows += 1
-        counters.requested += len(keys)
         run = session.tenant.run(keys)
         if not run:
+            counters.asked(len(keys), session.space.schedule.tokens(0, len(keys)) if session.space else 0)
             return wire.Borrowed(0, b"")
-        return Borrowing(self.sessions, session, run, tier, answer)
+        operation = Borrowing(self.sessions, session, run, tier, answer)
+        operation.asked = len(keys)
+        return operation
 
     def _release(self, session: Session, _: bytes, body: wire.Release, __: Answer) -> wire.Body:
         pages = 0
