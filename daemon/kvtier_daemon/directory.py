@@ -18,7 +18,7 @@ from kvtier_daemon.slabs import Frame, State
 class OpenNamespace:
     """A namespace as this daemon knows it: `id` is what requests name it by, `seed` its digest."""
 
-    __slots__ = ("id", "pages", "schedule", "seed", "sizes", "spec", "tenant")
+    __slots__ = ("borrowed", "id", "pages", "schedule", "seed", "sizes", "spec", "tenant")
 
     def __init__(self, namespace_id: int, tenant: Tenant, spec: Namespace) -> None:
         self.id = namespace_id
@@ -28,6 +28,7 @@ class OpenNamespace:
         self.schedule = spec.schedule
         self.sizes = [spec.page_bytes(order) for order in range(self.schedule.top_order + 1)]
         self.pages = 0
+        self.borrowed = 0
 
     def page_bytes(self, number: int) -> int:
         """Of the frame that page `number` needs."""

@@ -165,6 +165,7 @@ class Reports:
             "rank": f"tp {spec.tp_rank}/{spec.tp_size} pp {spec.pp_rank}/{spec.pp_size}",
             "dtype": spec.layout.dtype,
             "pages": space.pages,
+            "borrowed": space.borrowed,
             "unit_tokens": spec.layout.unit_tokens,
         }
 
