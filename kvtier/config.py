@@ -29,6 +29,10 @@ from kvtier.sizes import format_size, parse_size
 ENV_PREFIX = "KVTIER__"
 _MIB = 1 << 20
 
+LogLevel = Literal["debug", "info", "warning", "error"]
+LIVE = ("log_level", "admins", "slow_request")
+"""Settings of `Config` that a running daemon takes over."""
+
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 
@@ -67,10 +71,15 @@ class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All settings of a daemon. `admins` may resize, drain and see all tenants, beside root and the daemon's user."""
+    """All settings of a daemon. `admins` may resize, drain and see all tenants, beside root and the daemon's user.
+    `log_format` is text but where the journal reads; `slow_request` is after how many seconds a request is logged, with
+    what it waited for. `kvtierd` takes over `LIVE` ones, and tiers' capacities, when it is told to reload.
+    """
 
     runtime_dir: str = ""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: LogLevel = "info"
+    log_format: Literal["auto", "text", "json"] = "auto"
+    slow_request: float = 1.0
     stop_timeout: float = 30.0
     admins: list[int] = []
     tiers: dict[str, TierConfig] = {}
@@ -81,8 +90,10 @@ def load(
     file: str | os.PathLike[str] | None = None,
     environment: Mapping[str, str] | None = None,
     flags: Sequence[str] = (),
+    tiers: Mapping[str, TierConfig] | None = None,
 ) -> Config:
     """The settings of `file` (none: no file), `environment` (none: the process's) and `flags` ("key.path=value").
+    `tiers` are taken where these name none, instead of what this host has room for now.
 
     Raises ConfigError.
     """
@@ -101,7 +112,7 @@ def load(
             raise ConfigError(f"--set {flag}: write it as key.path=value, for example tiers.host.capacity=4GiB")
         _put(data, key.strip().split("."), value.strip(), f"--set {flag}")
         source += f", --set {key}"
-    return _checked(_convert(data, source), source)
+    return _checked(_convert(data, source), source, tiers)
 
 
 def default_tiers() -> dict[str, TierConfig]:
@@ -174,9 +185,9 @@ def _check_keys(data: dict[str, Any], kind: type[msgspec.Struct], source: str, p
             raise ConfigError(f"{source}: {prefix}{key} is no setting; {hint}")
 
 
-def _checked(config: Config, source: str) -> Config:
+def _checked(config: Config, source: str, otherwise: Mapping[str, TierConfig] | None) -> Config:
     """`config` with its defaults filled in, its parts checked against each other."""
-    tiers = config.tiers or default_tiers()
+    tiers = config.tiers or dict(otherwise or default_tiers())
     config = msgspec.structs.replace(config, tiers=tiers, runtime_dir=config.runtime_dir or str(paths.user_dir()))
     if next(iter(tiers.values())).medium == "file":
         raise ConfigError(

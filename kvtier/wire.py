@@ -31,8 +31,9 @@ MAX_TIMEOUT = 3600.0
 TOKEN_BYTES = 16
 """Of the secret that a session's sockets carry in their routing ids."""
 
-GRANTED, EXISTS, BUSY = 0, 1, 2
-"""What became of each key of a `reserve`, or of a `commit` (never BUSY there)."""
+GRANTED, EXISTS, BUSY, ORPHAN = 0, 1, 2, 3
+"""What became of each page of a `reserve` or a `commit`: granted (published); there already; being written by another
+session (`reserve` only); its prefix is held no more, so that nothing could find it (`commit` only)."""
 
 _HANDLE = struct.Struct("<IIQQ")
 _U64 = struct.Struct("<Q")
@@ -94,8 +95,11 @@ class Borrow(Body):
 
 
 class Borrowed(Body):
+    """`origins` has a byte a page: index of the tier that the borrow found it in, before it brought it anywhere."""
+
     lease: int
     handles: bytes
+    origins: bytes = b""
 
 
 class Release(Body):
@@ -228,6 +232,18 @@ class Report(Body):
     report: dict[str, Any]
 
 
+class LogLevel(Body):
+    """Log from `level` on, until the daemon ends or reloads; "" only asks."""
+
+    level: str = ""
+
+
+class LoggedAt(Body):
+    """The level before."""
+
+    level: str
+
+
 class Subscribe(Body):
     """Send this channel an event for every page published or lost to the tenant."""
 
@@ -255,7 +271,7 @@ REQUESTS: dict[str, type[Body]] = {
     kind.__name__.lower(): kind
     for kind in (
         *(Open, Lookup, Borrow, Release, Reserve, Commit, Abort, Prefetch, Pin, Unpin, Evict, Migrate),
-        *(Resize, Drain, Stats, Sessions, Inventory, Subscribe, Cancel, Ping, Detach),
+        *(Resize, Drain, Stats, Sessions, Inventory, LogLevel, Subscribe, Cancel, Ping, Detach),
     )
 }
 

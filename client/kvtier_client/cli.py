@@ -12,20 +12,25 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 from kvtier import paths
+from kvtier.config import LogLevel
 from kvtier.errors import DaemonLost, InvalidRequest, KvtierError
 from kvtier.sizes import format_size, parse_size
 from kvtier_client.client import Client
 
 _OK, _REFUSED, _USAGE, _NO_DAEMON = 0, 1, 2, 3
+_BENCH = "what this host gives (memory, disk, GPUs), beside what kvtierd gives on it"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; its exit status."""
     given = _parser().parse_args(arguments)
     try:
+        if given.alone:
+            alone: int = given.run(given)
+            return alone
         with Client(given.endpoint, name="kvtier") as client:
             status: int = given.run(client, given)
             return status
@@ -61,6 +66,30 @@ def _stats(client: Client, given: argparse.Namespace) -> int:
             tables.stats(report, before, given.watch)
         before = report
         time.sleep(given.watch)
+
+
+def _top(client: Client, given: argparse.Namespace) -> int:
+    from kvtier_client import top
+
+    if given.json or given.once:
+        while True:
+            view = top.once(client, given.interval)
+            if given.json:
+                print(json.dumps(top.report(view)), flush=True)
+            else:
+                top.show(view)
+            if given.once:
+                return _OK
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise InvalidRequest("top draws on a terminal, and this is none: use --once, or --json")
+    top.run(client, given.interval)
+    return _OK
+
+
+def _bench(given: argparse.Namespace) -> int:
+    from kvtier_client import bench
+
+    return bench.run(given)
 
 
 def _sessions(client: Client, given: argparse.Namespace) -> int:
@@ -112,6 +141,13 @@ def _resize(client: Client, given: argparse.Namespace) -> int:
     if not there:
         text += "; the rest goes as soon as leases on it are released"
     _say(given, {"capacity": answer.capacity, "allocated": answer.allocated}, text)
+    return _OK
+
+
+def _log_level(client: Client, given: argparse.Namespace) -> int:
+    before = client.log_level(given.level)
+    text = f"kvtierd logs from {given.level} on; it was {before}" if given.level else before
+    _say(given, {"level": given.level or before, "before": before}, text)
     return _OK
 
 
@@ -168,6 +204,16 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.1 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
+    return value
+
+
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--endpoint", metavar="DIR", help="the daemon's runtime directory (default: KVTIER_ENDPOINT)")
@@ -177,13 +223,16 @@ def _parser() -> argparse.ArgumentParser:
 
     def add(name: str, run: Callable[[Client, argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, parents=[common])
-        command.set_defaults(run=run)
+        command.set_defaults(run=run, alone=False)
         return command
 
     stats = add("stats", _stats, "tiers, hits, moves, latencies")
     stats.add_argument(
         "--watch", metavar="SECONDS", type=float, nargs="?", const=2.0, help="again and again, with rates"
     )
+    top = add("top", _top, "tiers, rates, hits, moves, who is busy: live")
+    top.add_argument("--interval", metavar="SECONDS", type=_seconds, default=2.0, help="between pictures (default: 2)")
+    top.add_argument("--once", action="store_true", help="one picture of one interval, for a file or a pipe")
     add("sessions", _sessions, "attached processes and what they hold")
     ls = add("ls", _ls, "namespaces, or the pages of one")
     ls.add_argument("namespace", nargs="?", help="the beginning of a digest, or a model's name")
@@ -200,8 +249,31 @@ def _parser() -> argparse.ArgumentParser:
     resize.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS")
     unpin = add("unpin", _unpin, "end a pin")
     unpin.add_argument("pin", type=int)
+    level = add("log-level", _log_level, "have the daemon log more or less, live")
+    level.add_argument(
+        "level",
+        nargs="?",
+        default="",
+        choices=["", *get_args(LogLevel)],
+        metavar="LEVEL",
+        help=f"{', '.join(get_args(LogLevel))} (default: only say which it is)",
+    )
     ping = add("ping", _ping, "measure the round trip")
     ping.add_argument("-n", "--count", type=_positive, default=20)
+    bench = commands.add_parser("bench", help=_BENCH, description=_BENCH, parents=[common])
+    bench.set_defaults(run=_bench, alone=True)
+    bench.add_argument(
+        "--running", action="store_true", help="measure the running daemon, in a namespace that is evicted afterwards"
+    )
+    bench.add_argument("--size", type=_size, default=256 << 20, help="bytes moved at a time (default: 256MiB)")
+    bench.add_argument(
+        "--directory",
+        metavar="DIR",
+        help="on the file system that is to be measured (default: where a daemon of yours keeps its pages; with "
+        "--running: none, and the disk's own speed is left out)",
+    )
+    bench.add_argument("--no-gpu", action="store_true", help="leave GPUs out")
+    bench.add_argument("--plot", metavar="FILE", help="draw the ratios to a PNG file (needs kvtier[plot])")
     return parser
 
 

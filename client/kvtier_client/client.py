@@ -105,6 +105,10 @@ class Client:
         """Empty a tier into the one below; with no tier, save all and accept no new pages."""
         return self.call("drain", wire.Drain(tier), wire.Count, timeout=timeout).count
 
+    def log_level(self, level: str = "") -> str:
+        """Have the daemon log from `level` on, at once ("": leave it); the level before."""
+        return self.call("loglevel", wire.LogLevel(level), wire.LoggedAt).level
+
     def events(self, timeout: float | None = None) -> Iterator[tuple[str, bytes, int, bytes]]:
         """(what, namespace digest, page number, key) for every page "stored" or "removed" from now on; ends after
         `timeout` seconds without one. Raises DaemonLost."""

@@ -19,12 +19,14 @@ import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from kvtier import wire
 from kvtier.errors import ConfigError, InvalidRequest, KvtierError, LayoutError, ProtocolError
 from kvtier.keys import Namespace
 from kvtier.layout import probe_value
 from kvtier.memory import read_only
+from kvtier_daemon import logs
 from kvtier_daemon.sessions import Session, Sessions
 from kvtier_daemon.slabs import Slab
 from kvtier_daemon.tenancy import Tenancy
@@ -306,7 +308,9 @@ class AttachServer:
         alive = session.process < 0 or not _readable(session.process)
         self.sessions.end(session, clean=False, alive=alive)
         log.info(
-            "session %d (%s, pid %d) hung up%s", session.id, session.name, session.pid, "" if alive else "; it is dead"
+            "session %d (%s, pid %d) hung up%s",
+            *(session.id, session.name, session.pid, "" if alive else "; it is dead"),
+            extra=_about(session),
         )
         if not alive or session.process < 0:
             self._forget_slabs(session)
@@ -332,7 +336,11 @@ class AttachServer:
                 self._close_peer(peer)  # a child of the dead may hold the other end
         session = self.sessions.by_id.get(session_id)
         if session is not None:
-            log.info("session %d (%s, pid %d) died", session.id, session.name, session.pid)
+            log.info(
+                "session %d (%s, pid %d) died",
+                *(session.id, session.name, session.pid),
+                extra=_about(session),
+            )
             self.sessions.end(session, clean=False, alive=False)
         self.sessions.buried(session_id)
         for slab in [*self.retired.values(), *(slab for tier in self.tiers for slab in tier.slabs.values())]:
@@ -354,6 +362,10 @@ class AttachServer:
         if slab.retired and not slab.holders:
             self.retired.pop(slab_id, None)
             self.sessions.store.unheld(slab)
+
+
+def _about(session: Session) -> dict[str, Any]:
+    return logs.fields(session=session.id, pid=session.pid, uid=session.uid, tenant=session.tenant.name)
 
 
 def readable(tiers: list[Tier], gpu: str) -> frozenset[int]:

@@ -14,16 +14,19 @@ import re
 import secrets
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 
 from kvtier import device, paths
-from kvtier.config import Config, TierConfig
+from kvtier.config import LIVE, Config, TierConfig
 from kvtier.device import CudaUnavailable, Device
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KvtierError
 from kvtier.sizes import format_size
+from kvtier_daemon import logs
 from kvtier_daemon.attach import AttachServer
 from kvtier_daemon.cuda import CudaMedium
 from kvtier_daemon.directory import Directory, Page
@@ -31,6 +34,7 @@ from kvtier_daemon.index import BadIndex, Index
 from kvtier_daemon.jobs import Job
 from kvtier_daemon.media import FileMedium, HostMedium, Medium
 from kvtier_daemon.movers import Movers
+from kvtier_daemon.notify import Notifier
 from kvtier_daemon.reports import Reports
 from kvtier_daemon.restore import restore
 from kvtier_daemon.server import Server
@@ -50,9 +54,14 @@ _IDLE_BEAT = 1.0
 class Daemon:
     """Everything, in the order in which it must come up: locks, media, index, directory, movers, sockets."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, notifier: Notifier | None = None) -> None:
         """Raises ConfigError; then nothing is left running."""
         self.config = config
+        self.notifier = notifier or Notifier({})
+        self.reread: Callable[[], Config] | None = None
+        """Gives the settings as they stand now, for a reload. Raises ConfigError."""
+        self.quiet: logs.Limit | None = None
+        self.terminal = _terminal()
         self.epoch = secrets.randbits(62) + 1
         runtime = Path(config.runtime_dir)
         attach_path = paths.socket_path(runtime, paths.ATTACH_SOCKET)
@@ -80,6 +89,7 @@ class Daemon:
         self.verbs = Verbs(self.sessions, self.attach, Reports(self.sessions, self.movers, self.epoch))
         self.context: zmq.Context[Any] = zmq.Context()
         self.server = Server(self.context, router_path, self.epoch, self.sessions, self.verbs)
+        self.server.slow = config.slow_request
         self.store.retire = self.attach.retire
         self.store.publish = self._event
         self.stopping = False
@@ -91,6 +101,8 @@ class Daemon:
         signal.set_wakeup_fd(self._signalled, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
+        signal.signal(signal.SIGHUP, lambda *_: None)
+        self.notifier.ready(self._status())
         poller = zmq.Poller()
         poller.register(self.server.router, zmq.POLLIN)
         poller.register(self.attach.poller.fileno(), zmq.POLLIN)
@@ -111,12 +123,18 @@ class Daemon:
             if now >= beat:
                 self.store.beat()
                 self.movers.revive()
+                if self.quiet is not None:
+                    self.quiet.tell()
+                if self.stopping:
+                    self.notifier.stopping(f"saving what lives only in memory: {self._unsaved()} pages to go")
                 beat = now + _BEAT
             self.store.run()
+            self.notifier.alive(now)
             if self.server.unread:
                 self.server.flush()
             if self.stopping and stop_at == float("inf"):
                 stop_at = now + self.config.stop_timeout
+                self.notifier.stopping("saving what lives only in memory")
                 self.verbs.draining = True
                 self.verbs.flush_unsaved()
                 self.store.run()
@@ -146,7 +164,12 @@ class Daemon:
             if not stuck:
                 index.close()
         if unsaved or stuck:
-            log.warning("stopped with %d pages unsaved%s", unsaved, "; a mover is stuck in I/O" if stuck else "")
+            log.warning(
+                "stopped with %d pages unsaved%s",
+                unsaved,
+                "; a mover is stuck in I/O" if stuck else "",
+                extra=logs.fields(unsaved=unsaved),
+            )
         else:
             log.info("stopped; all pages saved")
         if stuck:
@@ -165,6 +188,7 @@ class Daemon:
         deadline = self.server.next_deadline()
         if deadline is not None:
             until = min(until, deadline)
+        until = min(until, self.notifier.due)
         return max(0, math.ceil((until - time.monotonic()) * 1e3))
 
     def _flushed(self) -> bool:
@@ -222,6 +246,7 @@ class Daemon:
                 log.error("tier %s is left out: %s; the others serve", own, error)
                 continue
             tier = Tier(len(self.tiers), own, settings, persistent=False, mappable=True, device=gpu.uuid)
+            tier.section = name
             self.gpus[tier.index] = gpu
             self.tiers.append(tier)
             self.media.append(CudaMedium(own, gpu))
@@ -247,6 +272,7 @@ class Daemon:
         medium = self.media[tier.index]
         assert isinstance(medium, FileMedium)
         started = time.monotonic()
+        self.notifier.starting(f"reading the index of tier {tier.name}")
         try:
             index = Index(medium.directory, tier.name)
             restored = restore(self.store, tier, medium, index, self.tenancy.named)
@@ -259,6 +285,7 @@ class Daemon:
             "tier %s: %d pages (%s of %s) back in %.2f s",
             *(tier.name, restored.pages, format_size(tier.allocated), format_size(tier.capacity)),
             time.monotonic() - started,
+            extra=logs.fields(tier=tier.name, pages=restored.pages, seconds=time.monotonic() - started),
         )
 
     def _event(self, event: str, page: Page) -> None:
@@ -271,10 +298,94 @@ class Daemon:
                     self.server.event(session, identity, body)
 
     def _on_signal(self) -> None:
-        os.read(self._signals, 64)
-        if not self.stopping:
+        numbers = os.read(self._signals, 64)
+        if signal.SIGHUP in numbers and not (self.terminal and not _terminal()):
+            self.reload()
+            numbers = numbers.replace(bytes([signal.SIGHUP]), b"")
+        if numbers and not self.stopping:
             log.info("stopping: flushing what lives only in memory")
-        self.stopping = True
+        self.stopping = self.stopping or bool(numbers)
+
+    def reload(self) -> None:
+        """Take over what can change live of the settings as they stand now; with a mistake in them, nothing."""
+        self.notifier.reloading()
+        try:
+            if self.reread is not None:
+                self._take_over(self.reread())
+        except KvtierError as error:
+            log.error("not reloaded, the settings are as before: %s", error)
+        self.notifier.ready(self._status())
+
+    def _take_over(self, wanted: Config) -> None:
+        now = self.config
+        changed = [name for name in LIVE if getattr(wanted, name) != getattr(now, name)]
+        fixed = [
+            name
+            for name in Config.__struct_fields__
+            if name not in (*LIVE, "tiers") and getattr(wanted, name) != getattr(now, name)
+        ]
+        if list(wanted.tiers) != list(now.tiers):
+            fixed.append("tiers")
+        kept = dict(now.tiers)
+        for name in set(wanted.tiers) & set(kept):
+            old, new = kept[name], wanted.tiers[name]
+            fixed += [
+                f"tiers.{name}.{key}"
+                for key in TierConfig.__struct_fields__
+                if key != "capacity" and getattr(old, key) != getattr(new, key)
+            ]
+            if new.capacity == old.capacity:
+                continue
+            problem = next(filter(None, (self._unfit(tier, new.capacity) for tier in self._tiers_of(name))), "")
+            if problem:
+                log.error("tiers.%s.capacity stays %s: %s", name, format_size(old.capacity), problem)
+                continue
+            for tier in self._tiers_of(name):
+                self.store.resize(tier, new.capacity)
+            kept[name] = msgspec.structs.replace(old, capacity=new.capacity)
+            changed.append(f"tiers.{name}.capacity")
+        self.config = msgspec.structs.replace(now, tiers=kept, **{name: getattr(wanted, name) for name in LIVE})
+        self.tenancy.config = self.config
+        for session in self.sessions.by_id.values():
+            session.admin = self.tenancy.admin(session.uid)
+        self.server.slow = self.config.slow_request
+        logs.set_level(self.config.log_level)
+        log.info("reloaded; changed: %s", ", ".join(changed) or "nothing", extra=logs.fields(changed=changed))
+        if fixed:
+            log.warning("changed in the settings, but only after a restart: %s", ", ".join(sorted(fixed)))
+
+    def _tiers_of(self, name: str) -> list[Tier]:
+        """Those of section `name`: one, or one a GPU."""
+        return [tier for tier in self.tiers if tier.section == name]
+
+    def _unfit(self, tier: Tier, capacity: int) -> str:
+        """Why the tier cannot have that capacity, or ""."""
+        promised = sum(tenant.guaranteed.get(tier.index, 0) for tenant in tier.tenants.values())
+        if capacity < promised:
+            return f"tenants are guaranteed {format_size(promised)} of it until a restart"
+        gpu = self.gpus.get(tier.index)
+        if gpu is not None and capacity > gpu.total:
+            return f"{gpu.name} has {format_size(gpu.total)}"
+        return ""
+
+    def _status(self) -> str:
+        """For `systemctl status`."""
+        sizes = ", ".join(
+            f"{tier.name} {'closed' if tier.closed else format_size(tier.capacity)}" for tier in self.tiers
+        )
+        return f"serving: {sizes}"
+
+    def _unsaved(self) -> int:
+        return sum(len(tier.unsaved) + tier.writing for tier in self.tiers)
+
+
+def _terminal() -> bool:
+    """Whether this process has a terminal. One that had, and is sent SIGHUP, has lost it, and is not to reload."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
 
 
 def _own(runtime: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import os
 import resource
 import sys
@@ -12,8 +11,9 @@ import sys
 from kvtier import config as settings
 from kvtier.errors import KvtierError
 from kvtier.sizes import format_size
-from kvtier_daemon import __version__
+from kvtier_daemon import __version__, logs
 from kvtier_daemon.daemon import Daemon
+from kvtier_daemon.notify import Notifier
 
 _SWITCH = 5e-4
 """Seconds that a mover waits at most for the interpreter lock to start the next copy; Python's own 5 ms idles a link."""
@@ -24,7 +24,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="kvtierd",
         description="Own the KV cache of every LLM inference process on this host.",
-        epilog="With no arguments: a quarter of free memory (at most 8 GiB) and 10 GiB of SSD in your cache directory.",
+        epilog="SIGHUP: read the settings again and take over what can change live (log_level, slow_request, admins, "
+        "capacities of tiers). SIGTERM: save what lives only in memory, and end. With no arguments: a quarter of free memory (at most 8 GiB) and 10 GiB of SSD in your cache directory.",
     )
     parser.add_argument("--config", metavar="FILE", help="settings in TOML")
     parser.add_argument(
@@ -40,18 +41,19 @@ def main(arguments: list[str] | None = None) -> int:
         flags.append(f"runtime_dir={given.runtime_dir}")
     try:
         config = settings.load(given.config, flags=flags)
-        logging.basicConfig(
-            level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-        )
         if given.check_config:
             for name, tier in config.tiers.items():
                 place = f" at {tier.path}" if tier.path else ""
                 print(f"tier {name}: {tier.medium}, {format_size(tier.capacity)}{place}")
             print(f"workers attach at {config.runtime_dir}")
             return 0
+        limit = logs.setup(config.log_level, config.log_format)
         _raise_descriptor_limit()
         sys.setswitchinterval(_SWITCH)
-        daemon = Daemon(config)
+        notifier = Notifier()
+        daemon = Daemon(config, notifier)
+        daemon.reread = lambda: settings.load(given.config, flags=flags, tiers=config.tiers)
+        daemon.quiet = limit
         if given.end_with_parent:
             daemon.end_with(os.getppid())
     except KvtierError as error:
@@ -61,6 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"kvtierd {__version__} (pid {os.getpid()}): {sizes}", flush=True)
     print(f"workers attach at {config.runtime_dir} (or KVTIER_ENDPOINT={config.runtime_dir})", flush=True)
     daemon.run()
+    limit.tell(all_of_them=True)
     return 0
 
 

@@ -22,6 +22,7 @@ import zmq
 
 from kvtier import wire
 from kvtier.errors import KvtierError, NotAttached, ProtocolError
+from kvtier_daemon import logs
 from kvtier_daemon.attach import clear_socket
 from kvtier_daemon.counters import Counters
 from kvtier_daemon.operations import Operation
@@ -34,10 +35,14 @@ _HARD_LIMIT = 4 * wire.MAX_MESSAGE
 """Bytes above which libzmq drops a message with its connection, before it takes the memory."""
 _MOST_UNREAD = 64 << 20
 """Bytes of replies kept for one session."""
+_MOMENT = 40e-6
+"""Seconds for which the ROUTER is watched after a reply before the thread sleeps."""
+_NOW, _NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK) | int(zmq.SNDMORE)
+_EVENTS, _MORE, _READABLE = int(zmq.EVENTS), int(zmq.RCVMORE), int(zmq.POLLIN)
 _AT_ONCE = 64
 """Requests served before other events get their turn."""
-_SLOW = 1.0
-"""Seconds after which a request is worth a line in the log."""
+_PATIENT = ("drain", "resize")
+"""Verbs that take as long as the operator who asked is ready to wait."""
 
 
 class Server:
@@ -56,6 +61,8 @@ class Server:
         clear_socket(path)
         self.router.bind(f"ipc://{path}")
         os.chmod(path, 0o660)
+        self.slow = 1.0
+        """Seconds after which a request is worth a line in the log."""
         self.deadlines: list[tuple[float, int, Operation]] = []
         self._order = itertools.count()
         self.unread: dict[bytes, deque[tuple[bytes, Any]]] = {}
@@ -64,15 +71,28 @@ class Server:
         self.overdue: set[int] = set()
         """Sessions that leave too much unread; ended between requests, since ending one changes what a verb works on."""
 
-    def serve(self) -> bool:
-        """Serve what has arrived; whether there may be more."""
-        receive = self.router.recv_multipart
+    def serve(self) -> None:
+        """Serve what has arrived, and what arrives just after it."""
+        receive, router = self.router.recv, self.router
         for _ in range(_AT_ONCE):
             try:
-                frames = receive(zmq.NOBLOCK)
+                frames = [receive(_NOW)]
             except zmq.Again:
-                return False
+                return
+            while router.get(_MORE):
+                frames.append(receive(_NOW))
             self._request(frames)
+            if not self._more():
+                return
+
+    def _more(self) -> bool:
+        """Whether another request is here, or comes within a moment in which nothing else is to be done: a client that
+        asks again at once is then not made to wait for this thread to be woken."""
+        get = self.router.get
+        until = time.monotonic() + _MOMENT
+        while not get(_EVENTS) & _READABLE:
+            if self.sessions.store.jobs or time.monotonic() > until:
+                return False
         return True
 
     def expire(self) -> None:
@@ -94,6 +114,7 @@ class Server:
                 log.warning(
                     "session %d (%s) leaves %d bytes of replies unread; it is ended",
                     *(late.id, late.name, self.unread_bytes[late.id]),
+                    extra=logs.fields(session=late.id, pid=late.pid, tenant=late.tenant.name),
                 )
                 self.sessions.end(late, clean=False, alive=True)
             self.unread_bytes.pop(session_id, None)
@@ -150,10 +171,16 @@ class Server:
 
         def answer(result: wire.Body | KvtierError) -> None:
             seconds = time.monotonic() - started
-            session.operations.pop((identity, request.id), None)
+            operation = session.operations.pop((identity, request.id), None)
             self.counters.took(request.verb, seconds)
-            if seconds > _SLOW and seconds > request.timeout + 0.1:
-                log.warning("slow: %s of session %d took %.2f s", request.verb, session.id, seconds)
+            if seconds > self.slow and request.verb not in _PATIENT:
+                self._slow(session, request, seconds, operation, result)
+            elif log.isEnabledFor(logging.DEBUG):
+                code = result.code if isinstance(result, KvtierError) else "ok"
+                log.debug(
+                    "request",
+                    extra=logs.fields(session=session.id, verb=request.verb, seconds=seconds, result=code),
+                )
             self._reply(session, identity, request.id, result)
 
         try:
@@ -172,6 +199,33 @@ class Server:
                 heapq.heappush(self.deadlines, (started + request.timeout, next(self._order), result))
         else:
             answer(result)
+
+    def _slow(
+        self,
+        session: Session,
+        request: wire.Request,
+        seconds: float,
+        operation: Operation | None,
+        result: wire.Body | KvtierError,
+    ) -> None:
+        """Say where the time of a request went."""
+        spent = {} if operation is None or operation.spent is None else operation.spent
+        spent = {what: took for what, took in spent.items() if took >= 0.001}
+        went = ", ".join(f"{took:.2f} s for {what}" for what, took in spent.items())
+        log.warning(
+            "slow: %s of session %d took %.2f s%s",
+            *(request.verb, session.id, seconds, f"; it waited {went}" if went else ", all of it in the daemon's loop"),
+            extra=logs.fields(
+                session=session.id,
+                name=session.name,
+                pid=session.pid,
+                tenant=session.tenant.name,
+                verb=request.verb,
+                seconds=round(seconds, 3),
+                **{f"waited_{what}": round(took, 3) for what, took in spent.items()},
+                result=result.code if isinstance(result, KvtierError) else "ok",
+            ),
+        )
 
     def _reply(
         self, session: Session | None, identity: bytes, request_id: int, result: wire.Body | KvtierError
@@ -202,7 +256,9 @@ class Server:
     def _deliver(self, identity: bytes, data: bytes) -> bool:
         """Whether nothing is left to do: sent, or the channel is gone (`_delivered` tells which)."""
         try:
-            self.router.send_multipart((identity, data), zmq.NOBLOCK)
+            send = self.router.send
+            send(identity, _NOW_AND_MORE)
+            send(data, _NOW)
             self._delivered = True
         except zmq.Again:
             return False

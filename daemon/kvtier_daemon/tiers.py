@@ -37,6 +37,8 @@ class Tier:
         self.device = device
         self.index = index
         self.name = name
+        self.section = name
+        """Of the settings; tiers of several GPUs may share one."""
         self.config = config
         self.persistent = persistent
         self.mappable = mappable

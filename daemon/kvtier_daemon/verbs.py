@@ -236,7 +236,8 @@ class Verbs:
     def _drain(self, session: Session, _: bytes, body: wire.Drain, answer: Answer) -> wire.Body | Operation:
         self._admin(session, "drain")
         log.info(
-            "draining %s", f"tier {body.tier}" if body.tier else "all: new pages are refused until a restart",
+            "draining %s",
+            f"tier {body.tier}" if body.tier else "all: new pages are refused until a restart",
             extra=logs.fields(tier=body.tier, uid=session.uid),
         )
         if not body.tier:

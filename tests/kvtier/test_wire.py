@@ -39,6 +39,7 @@ BODIES: list[wire.Body] = [
     wire.Stats(),
     wire.Sessions(),
     wire.Inventory(KEY, 5),
+    wire.LogLevel("debug"),
     wire.Subscribe(),
     wire.Cancel(3, 9),
     wire.Ping(),
