@@ -73,7 +73,7 @@ class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All settings of a daemon. `admins` may resize, drain and see all tenants, beside root and the daemon's user.
     `log_format` is text but where the journal reads; `slow_request` is after how many seconds a request is logged, with
-    what it waited for. `kvtierd` takes over `LIVE` ones, and tiers' capacities, when it is told to reload.
+    what it waited for. `http_port` is where metrics and the status page are, on loopback; 0: on a free port. `kvtierd` takes over `LIVE` ones, and tiers' capacities, when it is told to reload.
     """
 
     runtime_dir: str = ""
@@ -82,6 +82,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     slow_request: float = 1.0
     stop_timeout: float = 30.0
     admins: list[int] = []
+    http_port: int | Literal["off"] = 9464
     tiers: dict[str, TierConfig] = {}
     tenants: dict[str, TenantConfig] = {}
 
@@ -193,6 +194,8 @@ def _checked(config: Config, source: str, otherwise: Mapping[str, TierConfig] | 
         raise ConfigError(
             f"{source}: tiers: a file tier cannot stand first, since workers cannot map it; add host before"
         )
+    if config.http_port != "off" and not 0 <= config.http_port < 1 << 16:
+        raise ConfigError(f'{source}: http_port is {config.http_port}: it must be a port, 0 for a free one, or "off"')
     for name, tier in tiers.items():
         where = f"{source}: tiers.{name}"
         if name == "any":

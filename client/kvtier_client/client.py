@@ -285,11 +285,13 @@ class Client:
             channel.close()
 
     def _channel(self, attachment: Attachment) -> Channel:
-        with contextlib.suppress(IndexError):
+        try:
             channel = self._idle.pop()
             if channel.token == attachment.token:
                 return channel
             channel.close()
+        except IndexError:
+            pass
         with self._lock:
             self._numbers += 1
             number = self._numbers

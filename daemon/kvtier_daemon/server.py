@@ -35,7 +35,7 @@ _HARD_LIMIT = 4 * wire.MAX_MESSAGE
 """Bytes above which libzmq drops a message with its connection, before it takes the memory."""
 _MOST_UNREAD = 64 << 20
 """Bytes of replies kept for one session."""
-_MOMENT = 40e-6
+_MOMENT = 100e-6
 """Seconds for which the ROUTER is watched after a reply before the thread sleeps."""
 _NOW, _NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 _EVENTS, _MORE, _READABLE = int(zmq.EVENTS), int(zmq.RCVMORE), int(zmq.POLLIN)
@@ -235,7 +235,14 @@ class Server:
             self.counters.failed(result.code)
             data = wire.encode_reply(request_id, self.epoch, notices, result.code, str(result))
         else:
-            data = wire.encode_reply(request_id, self.epoch, notices, "", wire.fields(result))
+            try:
+                data = wire.encode_reply(request_id, self.epoch, notices, "", wire.fields(result))
+            except (TypeError, ValueError, NotImplementedError):
+                log.exception("a %s cannot be encoded; this is a bug in kvtierd", type(result).__name__)
+                self._reply(
+                    session, identity, request_id, KvtierError("the answer could not be sent; see kvtierd's log")
+                )
+                return
         if not self._send(session, identity, data, result) and session is not None and not session.gone:
             self._take_back(session, result)
 
