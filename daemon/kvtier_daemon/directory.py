@@ -55,8 +55,8 @@ class Page:
 
     @property
     def tokens(self) -> int:
-        span = self.namespace.schedule.span(self.number)
-        return span.stop - span.start
+        schedule = self.namespace.schedule
+        return schedule.unit_tokens << schedule.order(self.number)
 
     def ready(self) -> Frame | None:
         """Its replica in the fastest tier that has one."""
