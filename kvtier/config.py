@@ -73,7 +73,8 @@ class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All settings of a daemon. `admins` may resize, drain and see all tenants, beside root and the daemon's user.
     `log_format` is text but where the journal reads; `slow_request` is after how many seconds a request is logged, with
-    what it waited for. `http_port` is where metrics and the status page are, on loopback; 0: on a free port. `kvtierd` takes over `LIVE` ones, and tiers' capacities, when it is told to reload.
+    what it waited for. `http_port` of loopback has metrics and the status page; 0: a free port. `kvtierd` takes over
+    `LIVE` ones, and tiers' capacities, when it is told to reload.
     """
 
     runtime_dir: str = ""

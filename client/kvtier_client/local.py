@@ -42,7 +42,7 @@ class LocalDaemon:
             given += ["tiers.ssd.medium=file", f"tiers.ssd.capacity={ssd}", f"tiers.ssd.path={self.directory / 'ssd'}"]
             given += ["tiers.ssd.slab=16MiB"]
         command = [sys.executable, "-m", "kvtier_daemon.main", "--end-with-parent", "--runtime-dir", self.endpoint]
-        for setting in ("log_level=warning", *given, *settings):
+        for setting in ("log_level=warning", "http_port=off", *given, *settings):
             command += ["--set", setting]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=_environment())
         atexit.register(self.stop)

@@ -43,6 +43,7 @@ from kvtier_daemon.store import Store
 from kvtier_daemon.tenancy import Tenancy
 from kvtier_daemon.tiers import Tier
 from kvtier_daemon.verbs import Verbs
+from kvtier_daemon.web import Web
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +87,8 @@ class Daemon:
                 self._restore(tier)
         self.movers = Movers(self.tiers, self.media, self.indexes)
         self.attach = AttachServer(attach_path, router_path, self.epoch, self.sessions, self.tenancy, self.tiers)
-        self.verbs = Verbs(self.sessions, self.attach, Reports(self.sessions, self.movers, self.epoch))
+        reports = Reports(self.sessions, self.movers, self.epoch)
+        self.verbs = Verbs(self.sessions, self.attach, reports)
         self.context: zmq.Context[Any] = zmq.Context()
         self.server = Server(self.context, router_path, self.epoch, self.sessions, self.verbs)
         self.server.slow = config.slow_request
@@ -95,6 +97,8 @@ class Daemon:
         self.stopping = False
         self._signals, self._signalled = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.attach.watch(self._signals, self._on_signal)
+        self.web = Web(config.http_port, reports, self._unready)
+        reports.http_port = self.web.port
 
     def run(self) -> None:
         """Serve until a signal, then flush and end, in bounded time."""
@@ -107,6 +111,7 @@ class Daemon:
         poller.register(self.server.router, zmq.POLLIN)
         poller.register(self.attach.poller.fileno(), zmq.POLLIN)
         poller.register(self.movers.wakeup, zmq.POLLIN)
+        poller.register(self.web.desk.wakeup, zmq.POLLIN)
         beat = time.monotonic()
         stop_at = float("inf")
         while True:
@@ -118,10 +123,13 @@ class Daemon:
                     self.store.finish(job)
             if self.attach.poller.fileno() in events:
                 self.attach.serve()
+            if self.web.desk.wakeup in events:
+                self.web.desk.serve()
             self.server.expire()
             now = time.monotonic()
             if now >= beat:
                 self.store.beat()
+                self.web.beat(now)
                 self.movers.revive()
                 if self.quiet is not None:
                     self.quiet.tell()
@@ -156,6 +164,7 @@ class Daemon:
     def close(self) -> None:
         """Let go of everything."""
         unsaved = len({page for page, _ in self.verbs.unsaved()})
+        self.web.close()
         self.server.close()
         self.attach.close()
         self.context.destroy(linger=0)
@@ -190,6 +199,14 @@ class Daemon:
             until = min(until, deadline)
         until = min(until, self.notifier.due)
         return max(0, math.ceil((until - time.monotonic()) * 1e3))
+
+    def _unready(self) -> str:
+        """Why workers should not be sent here; "" if they may."""
+        if self.stopping or self.verbs.draining:
+            return "draining: no new pages are taken"
+        if all(tier.closed for tier in self.tiers if tier.mappable):
+            return "no tier that workers can map takes pages"
+        return ""
 
     def _flushed(self) -> bool:
         """Whether all is saved, but for what a tier would not take however long one waited."""

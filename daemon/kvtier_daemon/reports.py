@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from kvtier_daemon import __version__
-from kvtier_daemon.directory import OpenNamespace
+from kvtier_daemon.directory import OpenNamespace, Tenant
 from kvtier_daemon.movers import Movers
 from kvtier_daemon.sessions import Session, Sessions
 from kvtier_daemon.slabs import State
@@ -22,6 +22,7 @@ class Reports:
         self.store = sessions.store
         self.movers = movers
         self.epoch = epoch
+        self.http_port = 0
         self.started = time.monotonic()
 
     def stats(self) -> dict[str, Any]:
@@ -35,6 +36,7 @@ class Reports:
                 "pid": os.getpid(),
                 "epoch": self.epoch,
                 "uptime": time.monotonic() - self.started,
+                "http_port": self.http_port,
                 "sessions": len(self.all.by_id),
                 "leases": sum(len(session.leases) for session in self.all.by_id.values()),
                 "reservations": sum(len(session.reservations) for session in self.all.by_id.values()),
@@ -68,9 +70,9 @@ class Reports:
             },
         }
 
-    def sessions(self, asker: Session) -> dict[str, Any]:
-        """Of the asker's tenant; an administrator sees all."""
-        seen = [one for one in self.all.by_id.values() if asker.admin or one.tenant is asker.tenant]
+    def sessions(self, asker: Session | None) -> dict[str, Any]:
+        """Of the asker's tenant; an administrator, and the daemon itself (None), see all."""
+        seen = [one for one in self.all.by_id.values() if _sees(asker, one.tenant)]
         return {
             "sessions": [
                 {
@@ -97,19 +99,19 @@ class Reports:
             "quarantined_frames": sum(map(len, self.all.quarantine.values())),
         }
 
-    def inventory(self, asker: Session, seed: bytes, skip: int) -> dict[str, Any]:
+    def inventory(self, asker: Session | None, seed: bytes, skip: int) -> dict[str, Any]:
         """Namespaces and pins; of one namespace also its pages, so many at once."""
         spaces = [
             space
             for space in self.store.directory.namespaces.values()
-            if (asker.admin or space.tenant is asker.tenant) and (not seed or space.seed == seed)
+            if _sees(asker, space.tenant) and (not seed or space.seed == seed)
         ]
         report: dict[str, Any] = {
             "namespaces": [self._namespace(space) for space in spaces],
             "pins": [
                 {"pin": pin, "tenant": tenant.name, "pages": len(frames)}
                 for pin, (tenant, frames) in self.all.pins.items()
-                if asker.admin or tenant is asker.tenant
+                if _sees(asker, tenant)
             ],
         }
         if seed:
@@ -171,3 +173,7 @@ class Reports:
 
     def _lanes(self) -> list[Any]:
         return [*self.movers.lanes, *self.movers.index_lanes.values()] if self.movers is not None else []
+
+
+def _sees(asker: Session | None, tenant: Tenant) -> bool:
+    return asker is None or asker.admin or tenant is asker.tenant

@@ -39,6 +39,7 @@ AT_ONCE = 64
 """Jobs handed to the movers together."""
 LOOK_EVERY = 16
 """Evictions of a class between two looks at whether another class's slab is colder than all of its own."""
+EVICTION_REASONS = ("demoted", "evicted", "unsaved", "vacated", "moved", "asked", "lost", "last")
 
 
 class SourceLost(KvtierError):

@@ -231,6 +231,7 @@ def make(place: Path) -> Iterator[MakeDaemon]:
         directory.mkdir(mode=0o755)
         settings: dict[str, object] = {
             "log_level": "info",
+            "http_port": "off",
             "stop_timeout": 10,
             "tiers.host.medium": "host",
             "tiers.host.capacity": host,
