@@ -7,7 +7,7 @@ deadline, `cancel` the end of its session or its owner's change of mind. It answ
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvtier.errors import Cancelled, KvtierError, OutOfPages
 from kvtier.sizes import format_size
@@ -166,16 +166,46 @@ class Borrowing(Operation):
 
     def _grant(self) -> None:
         if self.counted:
-            counters = self.store.counters
-            for page, (_, _, origin) in zip(self.pages, self.held, strict=True):
-                counters.hits[origin] += 1
-                counters.hit_tokens[origin] += page.tokens
-            if self.pages:
-                self.pages[0].namespace.borrowed += len(self.pages)
+            count_hits(self.store, self.pages, [origin for _, _, origin in self.held])
         self.store.touch(self.pages)
         if self.tier is not None:
             leave_crowded(self.store, self.pages, self.tier)
         self.finish(self.result([frame for frame, _, _ in self.held]))
+
+
+def lend_at_once(
+    sessions: Sessions, session: Session, run: list[Page], tier: Tier | None, asked: int
+) -> Borrowed | None:
+    """As a `Borrowing` of `run` that has to wait for nothing, which most have not; None where this one has to."""
+    store, readable = sessions.store, session.readable
+    frames: list[Frame] = []
+    for page in run:
+        found = None
+        for frame in page.frames:
+            if frame is not None and frame.state is State.READY and frame.tier.index in readable:
+                found = frame
+                break
+        if found is None or (tier is not None and found.tier is not tier):
+            return None
+        frames.append(found)
+    origins = bytes([frame.tier.index for frame in frames])
+    for frame in frames:
+        store.pin(frame)
+    count_hits(store, run, origins)
+    missed = asked - len(run)
+    store.counters.asked(asked, run[0].namespace.schedule.tokens(len(run), missed) if missed else 0)
+    store.touch(run)
+    return Borrowed(sessions.grant(session, frames), pack_handles([frame.handle() for frame in frames]), origins)
+
+
+def count_hits(store: Store, pages: list[Page], origins: Sequence[int]) -> None:
+    """`pages` are lent to a worker; each was found in the tier of that index."""
+    counters = store.counters
+    for page, origin in zip(pages, origins, strict=True):
+        counters.hits[origin] += 1
+        counters.hit_tokens[origin] += page.tokens
+    if pages:
+        pages[0].namespace.borrowed += len(pages)
 
 
 class Pinning(Borrowing):

@@ -28,6 +28,7 @@ from kvtier_daemon.operations import (
     Prefetching,
     Reserving,
     forget_all,
+    lend_at_once,
 )
 from kvtier_daemon.reports import Reports
 from kvtier_daemon.sessions import Reservation, Session, Sessions, Slot
@@ -89,6 +90,9 @@ class Verbs:
         if not run:
             counters.asked(len(keys), session.space.schedule.tokens(0, len(keys)) if session.space else 0)
             return wire.Borrowed(0, b"")
+        lent = lend_at_once(self.sessions, session, run, tier, len(keys))
+        if lent is not None:
+            return lent
         operation = Borrowing(self.sessions, session, run, tier, answer)
         operation.asked = len(keys)
         return operation
