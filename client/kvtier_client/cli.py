@@ -87,9 +87,9 @@ def _top(client: Client, given: argparse.Namespace) -> int:
 
 
 def _bench(given: argparse.Namespace) -> int:
-    from kvtier_client import bench
+    from kvtier_client.bench import run
 
-    return bench.run(given)
+    return run(given)
 
 
 def _sessions(client: Client, given: argparse.Namespace) -> int:
