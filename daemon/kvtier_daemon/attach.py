@@ -361,7 +361,7 @@ class AttachServer:
         slab.holders.discard(session_id)
         if slab.retired and not slab.holders:
             self.retired.pop(slab_id, None)
-            self.sessions.store.unheld(slab)
+            self.sessions.store.room.unheld(slab)
 
 
 def _about(session: Session) -> dict[str, Any]:

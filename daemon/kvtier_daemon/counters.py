@@ -106,6 +106,9 @@ class Counters:
         self.requested += pages
         self.missed_tokens += missed_tokens
 
+    def evicted(self, reason: str, pages: int = 1) -> None:
+        self.evictions[reason] = self.evictions.get(reason, 0) + pages
+
     def moved(self, source: int, target: int, nbytes: int, seconds: float, *, reason: str, failed: bool) -> None:
         moves = self.moves.get((source, target, reason))
         if moves is None:

@@ -92,7 +92,7 @@ class Daemon:
         self.context: zmq.Context[Any] = zmq.Context()
         self.server = Server(self.context, router_path, self.epoch, self.sessions, self.verbs)
         self.server.slow = config.slow_request
-        self.store.retire = self.attach.retire
+        self.store.room.retire = self.attach.retire
         self.store.publish = self._event
         self.stopping = False
         self._signals, self._signalled = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -358,7 +358,7 @@ class Daemon:
                 log.error("tiers.%s.capacity stays %s: %s", name, format_size(old.capacity), problem)
                 continue
             for tier in self._tiers_of(name):
-                self.store.resize(tier, new.capacity)
+                self.store.room.resize(tier, new.capacity)
             kept[name] = msgspec.structs.replace(old, capacity=new.capacity)
             changed.append(f"tiers.{name}.capacity")
         self.config = msgspec.structs.replace(now, tiers=kept, **{name: getattr(wanted, name) for name in LIVE})

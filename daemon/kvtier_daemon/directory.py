@@ -10,9 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 from kvtier.keys import Namespace
 from kvtier_daemon.slabs import Frame, State
+
+if TYPE_CHECKING:
+    from kvtier_daemon.tiers import Tier
 
 
 class OpenNamespace:
@@ -64,6 +68,47 @@ class Page:
             if frame is not None and frame.state is State.READY:
                 return frame
         return None
+
+    def in_reach(self, tier: Tier) -> Frame | None:
+        """The fastest replica that one copy brings to `tier`."""
+        for frame in self.frames:
+            if frame is not None and frame.state is State.READY and tier.reaches(frame.tier):
+                return frame
+        return None
+
+    def enter(self, frame: Frame) -> None:
+        """`frame` is this page's replica in its tier from now on."""
+        index = frame.tier.index
+        frame.page = self
+        self.frames[index] = frame
+        frame.kids = sum(kid.frames[index] is not None for kid in self.kids())
+        if self.parent is not None and not self.gone:
+            above = self.parent.frames[index]
+            if above is not None:
+                above.kids += 1
+
+    def leave(self, frame: Frame) -> None:
+        """`frame` holds this page no more; its parent's frame may be a leaf now."""
+        assert frame.page is self
+        index = frame.tier.index
+        frame.slab.owner.lru.pop(frame, None)
+        frame.page = None
+        frame.kids = 0
+        self.frames[index] = None
+        if not self.gone:
+            self.left(index)
+
+    def left(self, index: int) -> None:
+        """This page is in tier `index` no more; the frame of its parent there may be a leaf now."""
+        above = self.parent.frames[index] if self.parent is not None else None
+        if above is None:
+            return
+        above.kids -= 1
+        lru = above.slab.owner.lru
+        leaf = not above.kids and above.state is State.READY and not above.pins and not above.slab.leaving
+        if leaf and above not in lru:
+            lru[above] = None
+            lru.move_to_end(above, last=False)
 
     def kids(self) -> Iterator[Page]:
         children = self.children

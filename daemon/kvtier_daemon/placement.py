@@ -29,7 +29,7 @@ def place(store: Store, page: Page, wanted: Tier | None, readable: frozenset[int
     if there is None:
         return wanted
     owner = store.class_of(wanted, page.namespace.tenant, page.nbytes)
-    return wanted if store.can_take(owner, there.touched) else there.tier
+    return wanted if store.room.can_take(owner, there.touched) else there.tier
 
 
 def leave_crowded(store: Store, run: list[Page], tier: Tier) -> None:

@@ -62,7 +62,7 @@ def _adopt(
     kept = set()
     for slab_id in sorted(contents.slabs, key=lambda slab_id: stamps.get(slab_id, -1), reverse=True):
         nbytes, frame_bytes, tenant_name = contents.slabs[slab_id]
-        store.next_slab = max(store.next_slab, slab_id + 1)
+        store.room.next_slab = max(store.room.next_slab, slab_id + 1)
         tenant = tenant_named(tenant_name)
         most = tier.capacity - tier.allocated - tier.promised_to_others(tenant)
         if nbytes > most or tier.held(tenant) + nbytes > tenant.limit.get(tier.index, tier.capacity):

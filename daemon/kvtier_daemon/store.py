@@ -5,9 +5,7 @@ and brought back to `finish` when a mover has done them. So the whole of it runs
 
     commit ──► READY in a tier ──write-through──► unsaved ──pump──► Copy ──► Record ──► READY in the tier below
     borrow ──► fetch ──► Copy from the fastest replica ──► READY, pinned by the borrow that waits
-    no frame free ──► grow a slab, else take the coldest slab of another class, else evict the coldest tail:
-        a page that another tier holds too is dropped at once; one that waits to be saved is saved first;
-        one that nothing will save is forgotten
+    no frame free ──► `kvtier_daemon.room`
 
 Who waits for what is in `kvtier_daemon.operations`; sessions and leases are in `kvtier_daemon.sessions`.
 """
@@ -16,29 +14,26 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvtier.errors import KvtierError
 from kvtier_daemon.counters import Counters
 from kvtier_daemon.directory import Directory, OpenNamespace, Page, Tenant
-from kvtier_daemon.jobs import Barrier, Carve, Copy, Erase, Grow, Job, Priority, Record, Shrink
-from kvtier_daemon.slabs import Frame, Slab, SlabClass, State
+from kvtier_daemon.jobs import Barrier, Copy, Erase, Grow, Job, Priority, Record, Shrink
+from kvtier_daemon.room import Room
+from kvtier_daemon.slabs import Frame, SlabClass, State
 from kvtier_daemon.tiers import Tier
 
 if TYPE_CHECKING:
     from kvtier_daemon.operations import Operation
 
-GROW_RETRY = 5.0
-"""Seconds before a medium that refused a slab is asked again."""
 STALLED = 2.0
 """Seconds in which a tier finished no copy from above, though some were wanted, after which nobody waits for it."""
 GPU_WINDOW = 256 << 20
 """Bytes of write-through from a GPU that are under way at once: its link is not kept waiting for this thread."""
 AT_ONCE = 64
 """Jobs handed to the movers together."""
-LOOK_EVERY = 16
-"""Evictions of a class between two looks at whether another class's slab is colder than all of its own."""
 EVICTION_REASONS = ("demoted", "evicted", "unsaved", "vacated", "moved", "asked", "lost", "last")
 
 
@@ -59,8 +54,8 @@ class MediumLost(KvtierError):
 
 
 class Store:
-    """Directory, tiers and the moves between them. `retire` is told of slabs that sessions should unmap; `publish` of
-    pages that came ("stored") or went ("removed")."""
+    """Directory, tiers and the moves between them. `publish` is told of pages that came ("stored") or went
+    ("removed")."""
 
     def __init__(self, directory: Directory, tiers: list[Tier], submit: Callable[[list[Job]], None]) -> None:
         self.directory = directory
@@ -68,11 +63,10 @@ class Store:
         self.submit = submit
         self.counters = Counters(len(tiers))
         self.runnable: deque[Operation] = deque()
-        self.retire: Callable[[Slab], None] = lambda slab: None
         self.publish: Callable[[str, Page], None] = lambda event, page: None
         self.clock: Callable[[], float] = time.monotonic
         self.tick = 0
-        self.next_slab = 1
+        self.room = Room(self)
         self.jobs = 0
         self._outbox: list[Job] = []
         self.copying: dict[Frame, Copy] = {}
@@ -94,10 +88,10 @@ class Store:
         """A frame of `owner` in `state`, or None: then one may come free later (`owner.waiters` are woken)."""
         frame = owner.take(state)
         if frame is None:
-            self._make_room(owner)
+            self.room.make(owner)
             frame = owner.take(state)
         if len(owner.free) < owner.low:
-            self._ahead(owner)
+            self.room.make_ahead(owner)
         return frame
 
     def give(self, frame: Frame) -> None:
@@ -105,7 +99,7 @@ class Store:
         owner, slab = frame.slab.owner, frame.slab
         owner.give(frame)
         if slab.leaving and slab.busy == 0:
-            self._emptied(slab)
+            self.room.emptied(slab)
         self.wake(owner)
 
     def wake(self, owner: SlabClass) -> None:
@@ -129,7 +123,7 @@ class Store:
         assert frame.pins >= 0
         if not frame.pins and frame.state is State.READY:
             frame.slab.owner.leased -= 1
-            self._settle(frame)
+            self.settle(frame)
             self.wake(frame.slab.owner)
 
     def touch(self, run: list[Page]) -> None:
@@ -162,14 +156,14 @@ class Store:
         """Publish what a worker wrote in the RESERVED `frame` as page `key`; `pinned`, it stays where it is."""
         page = self.directory.publish(key, namespace, number, parent)
         frame.pins += pinned
-        self._place(page, frame)
+        page.enter(frame)
         frame.become(State.READY)
         self.tick += 1
         frame.touched = frame.slab.touched = self.tick
         self.counters.commits += 1
         self.counters.committed_tokens += page.tokens
         self.publish("stored", page)
-        self._settle(frame)
+        self.settle(frame)
         self._write_through(page)
         return page
 
@@ -188,7 +182,7 @@ class Store:
             return frame
         if page.gone or page.ready() is None:
             return None
-        source = self._in_reach(page, tier)
+        source = page.in_reach(tier)
         held = source or self.fetch(page, self._between(page, tier), priority)
         if held is None:
             return None
@@ -197,7 +191,7 @@ class Store:
         target = self.take(owner, State.FILLING)
         held.copies -= 1
         if held.state is State.READY and (page.gone or held.slab.leaving):
-            self._settle(held)
+            self.settle(held)
         if target is None:
             self.starved = owner
         elif page.gone:
@@ -206,29 +200,22 @@ class Store:
         elif source is not None:
             self._copy(page, source, target, priority)
         else:
-            self._place(page, target)
+            page.enter(target)
             self.onward.setdefault(held, []).append((target, priority))
         return target
-
-    def can_take(self, owner: SlabClass, touched: int) -> bool:
-        """Whether `owner` could have a frame now at no cost to a page used since tick `touched`."""
-        if owner.free or owner.tier.may_grow(owner, self.clock()):
-            return True
-        victim = owner.victim()
-        return victim is not None and victim.touched < touched
 
     def forget(self, page: Page, reason: str) -> int:
         """Unpublish `page` and all that follow it. Frames that someone holds or copies are freed later. How many."""
         for index, frame in enumerate(page.frames):
             if frame is not None:
-                self._kid_left(page, index)
+                page.left(index)
         members = self.directory.unpublish(page)
         for member in members:
             self._unqueue(member)
             self.publish("removed", member)
             for frame in member.frames:
                 if frame is not None and frame.state is State.READY and not frame.pins and not frame.copies:
-                    self._drop(frame)
+                    self.drop(frame)
             self._wake_page(member)
         self.counters.evictions[reason] = self.counters.evictions.get(reason, 0) + len(members)
         return len(members)
@@ -238,8 +225,8 @@ class Store:
         if frame is None or frame.state is not State.READY or frame.pins or frame.copies or frame.page is None:
             return
         if self.replicas(frame.page) > 1:
-            self._drop(frame)
-            self._evicted("moved")
+            self.drop(frame)
+            self.counters.evicted("moved")
 
     def replicas(self, page: Page) -> int:
         """In how many tiers the page could be read now."""
@@ -258,7 +245,7 @@ class Store:
             case Erase():
                 self._finish_erase(job)
             case Grow():
-                self._finish_grow(job)
+                self.room.grown(job)
             case Shrink():
                 if job.error is None:
                     job.tier.account(job.slab.owner.tenant, -job.slab.nbytes)
@@ -319,7 +306,7 @@ class Store:
         most = 2 * tier.config.queue_depth
         while tier.unsaved:
             page = next(iter(tier.unsaved))
-            source = self._in_reach(page, tier)
+            source = page.in_reach(tier)
             if source is None or page.frames[tier.index] is not None:
                 self._unqueue(page, tier)
                 continue
@@ -356,130 +343,17 @@ class Store:
             self.submit(self._outbox)
             self._outbox = []
 
-    # Slabs that change hands
-
-    def vacate(self, slab: Slab, heir: SlabClass | None = None) -> None:
-        """Empty `slab`: what another tier holds is dropped, the rest saved below first, leased frames when released."""
-        slab.owner.vacate(slab)
-        slab.heir = heir
-        if slab.busy == 0:
-            self._emptied(slab)
-            return
-        for frame in slab.frames:
-            slab.owner.lru.pop(frame, None)
-        for frame in slab.frames:  # giving the last of them back empties the slab
-            if frame.state is State.READY:
-                self._settle(frame)
-
-    def resize(self, tier: Tier, capacity: int) -> None:
-        """Give `tier` another capacity. Shrinking goes slab by slab, as they come empty."""
-        tier.capacity = capacity
-        tier.grow_after = 0.0
-        for slab in list(tier.excess()):
-            self.vacate(slab)
-        self.wake_all(tier)
-
-    def unheld(self, slab: Slab) -> None:
-        """No session maps `slab` any more."""
-        if slab.retired and not slab.holders:
-            self.post(Shrink(slab.owner.tier, slab))
-
     def check(self) -> None:
         """Assert every invariant of directory, tiers and slabs."""
         self.directory.check()
         for tier in self.tiers:
             tier.check()
 
-    def _make_room(self, owner: SlabClass) -> None:
-        """Have a frame of `owner` come free, now or soon."""
-        tier = owner.tier
-        per_slab = max(1, tier.slab_bytes(owner.frame_bytes) // owner.frame_bytes)
-        if owner.growing and owner.growing * per_slab > len(owner.waiters):
-            return
-        nbytes = tier.may_grow(owner, self.clock())
-        if nbytes:
-            self._grow(owner, nbytes)
-        elif not owner.growing:
-            victim = owner.victim()
-            owner.misses += 1
-            if (victim is None or owner.misses % LOOK_EVERY == 0) and self._steal(owner):
-                return
-            if victim is not None:
-                self._evict(victim)
-
-    def _ahead(self, owner: SlabClass) -> None:
-        """Make room before it is needed, as far as that costs nobody anything."""
-        tier = owner.tier
-        if owner.growing:
-            return
-        nbytes = tier.may_grow(owner, self.clock())
-        if nbytes:
-            self._grow(owner, nbytes)
-        elif tier.persistent:
-            for _ in range(2 * owner.low - len(owner.free) - owner.counts[State.DRAINING]):
-                victim = owner.victim()
-                if victim is None:
-                    break
-                self._evict(victim)
-
-    def _grow(self, owner: SlabClass, nbytes: int) -> None:
-        owner.growing += 1
-        owner.tier.account(owner.tenant, nbytes)
-        self.post(Grow(owner, self.next_slab, nbytes))
-        self.next_slab += 1
-
-    def _steal(self, owner: SlabClass) -> bool:
-        """Start to move a colder slab of another class to `owner`; whether one was found."""
-        if len(owner.tier.classes) < 2 or any(slab.heir is owner for slab in owner.tier.slabs.values()):
-            return False
-        slab = owner.tier.coldest_slab(owner)
-        if slab is None:
-            return False
-        self.counters.reassigned += 1
-        self.vacate(slab, owner)
-        return True
-
-    def _emptied(self, slab: Slab) -> None:
-        """What becomes of a leaving slab that is empty now."""
-        owner, heir = slab.owner, slab.heir
-        tier = owner.tier
-        owner.disown(slab)
-        if heir is not None and heir.tenant is owner.tenant and slab.nbytes >= heir.frame_bytes and not tier.closed:
-            heir.adopt(slab)
-            if tier.persistent:
-                self.post(Carve(slab))
-            for _ in slab.frames:
-                self.wake(heir)
-            return
-        del tier.slabs[slab.id]
-        slab.retired = True
-        if slab.holders:
-            self.retire(slab)
-        else:
-            self.post(Shrink(tier, slab))
-
-    def _evict(self, victim: Frame) -> None:
-        """Have `victim`'s page leave its tier: at once where that loses nothing, else saved below first if it is to be."""
-        page = victim.page
-        assert page is not None
-        below = victim.tier.below
-        if self.replicas(page) > 1:
-            self._drop(victim)
-            self._evicted("demoted" if below is not None else "evicted")
-        elif below is not None and page in below.unsaved and not self.stalled(below):
-            self.save(page, below, first=True)
-            self.pump(below)
-        else:
-            self.forget(page, "evicted" if below is None else "unsaved")
-
     def stalled(self, tier: Tier) -> bool:
         """Whether a page had better be lost than kept from leaving until `tier` has a copy of it."""
         return tier.closed or self.clock() - tier.progressed > STALLED
 
-    def _evicted(self, reason: str) -> None:
-        self.counters.evictions[reason] = self.counters.evictions.get(reason, 0) + 1
-
-    def _settle(self, frame: Frame) -> None:
+    def settle(self, frame: Frame) -> None:
         """Put a READY frame where it belongs: in the recency order, or out."""
         page = frame.page
         assert page is not None
@@ -487,66 +361,18 @@ class Store:
             return
         if page.gone:
             if not frame.copies:
-                self._drop(frame)
+                self.drop(frame)
         elif frame.slab.leaving:
             if not frame.copies:
-                self._leave(frame)
+                self.room.leave(frame)
         else:
             frame.slab.owner.lru[frame] = None
 
-    def _leave(self, frame: Frame) -> None:
-        """`frame` is in a slab that is to be emptied."""
-        page = frame.page
-        assert page is not None
-        below = frame.tier.below
-        if self.replicas(page) > 1:
-            self._drop(frame)
-            self._evicted("vacated")
-        elif below is not None and not below.closed and page.frames[below.index] is None:
-            self.save(page, below, first=True)
-        elif below is None or below.closed:
-            self.forget(page, "vacated")
-
-    def _place(self, page: Page, frame: Frame) -> None:
-        """`frame` is the replica of `page` in its tier from now on."""
-        index = frame.tier.index
-        frame.page = page
-        page.frames[index] = frame
-        frame.kids = sum(kid.frames[index] is not None for kid in page.kids())
-        if page.parent is not None and not page.gone:
-            above = page.parent.frames[index]
-            if above is not None:
-                above.kids += 1
-
-    def _unplace(self, frame: Frame) -> None:
-        """`frame` holds no page any more; its parent's frame may be a leaf now."""
-        page = frame.page
-        assert page is not None
-        index = frame.tier.index
-        frame.slab.owner.lru.pop(frame, None)
-        frame.page = None
-        frame.kids = 0
-        page.frames[index] = None
-        if not page.gone:
-            self._kid_left(page, index)
-
-    def _kid_left(self, page: Page, index: int) -> None:
-        """`page` is in tier `index` no more; the frame of its parent there may be a leaf now."""
-        above = page.parent.frames[index] if page.parent is not None else None
-        if above is None:
-            return
-        above.kids -= 1
-        lru = above.slab.owner.lru
-        leaf = not above.kids and above.state is State.READY and not above.pins and not above.slab.leaving
-        if leaf and above not in lru:
-            lru[above] = None
-            lru.move_to_end(above, last=False)
-
-    def _drop(self, frame: Frame) -> None:
+    def drop(self, frame: Frame) -> None:
         """Take a replica that nobody holds out of its tier, and forget the page if it was the last."""
         page = frame.page
         assert page is not None and not frame.pins and not frame.copies
-        self._unplace(frame)
+        page.leave(frame)
         if frame.tier.persistent:
             frame.become(State.DRAINING)
             self.post(Erase(page.namespace.tenant.name, page.namespace.seed, page.key, frame))
@@ -555,13 +381,6 @@ class Store:
         if not page.gone and not any(page.frames):
             self.forget(page, "last")
 
-    def _in_reach(self, page: Page, tier: Tier) -> Frame | None:
-        """The fastest replica of `page` that one copy brings to `tier`."""
-        for frame in page.frames:
-            if frame is not None and frame.state is State.READY and tier.reaches(frame.tier):
-                return frame
-        return None
-
     def _between(self, page: Page, tier: Tier) -> Tier:
         """A tier through which `page` gets to `tier`."""
         source = page.ready()
@@ -569,7 +388,7 @@ class Store:
         return next(step for step in self.tiers if step.reaches(tier) and step.reaches(source.tier))
 
     def _copy(self, page: Page, source: Frame, target: Frame, priority: Priority) -> Copy:
-        self._place(page, target)
+        page.enter(target)
         return self._start(page, source, target, priority)
 
     def _start(self, page: Page, source: Frame, target: Frame, priority: Priority) -> Copy:
@@ -603,7 +422,7 @@ class Store:
                 self.counters.lost += 1
                 self.counters.checksum_failures += isinstance(job.error, WrongBytes)
                 if source.page is page and source.state is State.READY and not source.pins and not source.copies:
-                    self._drop(source)
+                    self.drop(source)
                 elif not page.gone:
                     self.forget(page, "lost")
             elif source.slab.leaving and not page.gone:
@@ -613,7 +432,7 @@ class Store:
     def _released(self, page: Page, source: Frame) -> None:
         """A copy of `page` reads `source` no more."""
         if source.page is page and source.state is State.READY:
-            self._settle(source)
+            self.settle(source)
         self.wake(source.slab.owner)
         self._wake_page(page)
 
@@ -641,7 +460,7 @@ class Store:
                 self._discard(target)
             else:
                 self._start(page, frame, target, priority)
-        self._settle(frame)
+        self.settle(frame)
         if not page.gone:
             self._write_through(page)
 
@@ -653,7 +472,7 @@ class Store:
         for slab in list(tier.slabs.values()):
             for frame in slab.frames:
                 if frame.state is State.READY and not frame.pins and not frame.copies:
-                    self._drop(frame)
+                    self.drop(frame)
 
     def _discard(self, target: Frame) -> None:
         """A copy into `target` failed. Those who waited for it find the page without it."""
@@ -661,7 +480,7 @@ class Store:
         assert page is not None
         for further, _ in self.onward.pop(target, ()):
             self._discard(further)
-        self._unplace(target)
+        page.leave(target)
         target.pins = 0
         self.give(target)
 
@@ -678,26 +497,7 @@ class Store:
             self._unqueue(page, tier)
             for frame in page.frames:
                 if frame is not None and frame.state is State.READY and frame.slab.leaving:
-                    self._settle(frame)
-
-    def _finish_grow(self, job: Grow) -> None:
-        owner = job.owner
-        tier = owner.tier
-        owner.growing -= 1
-        if job.error is not None:
-            tier.account(owner.tenant, -job.nbytes)
-            tier.grow_after = self.clock() + GROW_RETRY
-            self.counters.grow_failures += 1
-        else:
-            slab = Slab(job.slab_id, owner, job.nbytes, job.backing)
-            tier.slabs[slab.id] = slab
-            owner.adopt(slab)
-            if tier.persistent:
-                self.post(Carve(slab))
-            if tier.closed or tier.allocated > tier.capacity:
-                self.vacate(slab)
-        for _ in range(len(owner.waiters)):
-            self.wake(owner)
+                    self.settle(frame)
 
     def _write_through(self, page: Page) -> None:
         """Queue copies of `page` to the tier below each that holds it, as admission and the queue's bound allow."""
@@ -727,14 +527,3 @@ class Store:
         if page.waiters:
             self.runnable.extend(page.waiters)  # type: ignore[arg-type]
             page.waiters = None
-
-
-def longest(pages: Iterable[Page], tier: Tier) -> int:
-    """How many leading `pages` are READY in `tier`."""
-    number = 0
-    for page in pages:
-        frame = page.frames[tier.index]
-        if frame is None or frame.state is not State.READY:
-            break
-        number += 1
-    return number

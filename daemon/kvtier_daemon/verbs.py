@@ -225,7 +225,7 @@ class Verbs:
             raise InvalidRequest(
                 f"tenants are guaranteed {format_size(promised)} of tier {tier.name}: it cannot have less"
             )
-        self.store.resize(tier, body.capacity)
+        self.store.room.resize(tier, body.capacity)
         log.info(
             "tier %s has a capacity of %s now",
             *(tier.name, format_size(body.capacity)),
@@ -257,7 +257,7 @@ class Verbs:
         before = sum(len(slab.frames) for slab in tier.slabs.values())
         for slab in list(tier.slabs.values()):
             if not slab.leaving:
-                self.store.vacate(slab)
+                self.store.room.vacate(slab)
 
         def left() -> wire.Body:
             return wire.Count(before - sum(slab.busy for slab in tier.slabs.values()))

@@ -93,7 +93,7 @@ def test_all_comes_back_in_order_of_recency(tmp_path: Path) -> None:
         numbers = [page.number for page in order if page.key[:8] == key(chain, 0)[:8]]
         assert numbers == sorted(numbers, reverse=True), "tails before heads"
     assert store.tick >= 731
-    assert store.next_slab == 5
+    assert store.room.next_slab == 5
 
 
 def test_a_smaller_tier_keeps_the_youngest_slabs(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_smaller_tier_keeps_the_youngest_slabs(tmp_path: Path) -> None:
     assert (restored.pages, restored.lost_pages, restored.lost_slabs) == (6 * 32, 14 * 32, 7)
     assert disk.erased == (14 * 32, 7)
     assert {path.name for path in tmp_path.glob("*.kv")} == {f"slab-{n:08d}.kv" for n in (8, 9, 10)}
-    assert store.next_slab == 11, "numbers are not used twice"
+    assert store.room.next_slab == 11, "numbers are not used twice"
 
 
 def test_a_hundred_thousand_pages_and_a_tenth_of_them(tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(tier=st.integers(0, 2), units=st.integers(4, 48))
     def resize(self, tier: int, units: int) -> None:
         self.resized = True
-        self.world.store.resize(self.world.tiers[tier], units * 4096)
+        self.world.store.room.resize(self.world.tiers[tier], units * 4096)
         self.world.store.run()
 
     @rule(who=st.integers(0, 2), clean=st.booleans(), alive=st.booleans())
