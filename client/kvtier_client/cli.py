@@ -21,6 +21,7 @@ from kvtier.sizes import format_size, parse_size
 from kvtier_client.client import Client
 
 _OK, _REFUSED, _USAGE, _NO_DAEMON = 0, 1, 2, 3
+_DOCTOR = "find what keeps kvtierd from working well here, and the mend; exit status 1: warnings, 2: will not work"
 _BENCH = "what this host gives (memory, disk, GPUs), beside what kvtierd gives on it"
 
 
@@ -151,6 +152,12 @@ def _log_level(client: Client, given: argparse.Namespace) -> int:
     return _OK
 
 
+def _doctor(given: argparse.Namespace) -> int:
+    from kvtier_client import doctor
+
+    return doctor.run(given.endpoint, given.config, given.set, probe=not given.no_probe, as_json=given.json)
+
+
 def _unpin(client: Client, given: argparse.Namespace) -> int:
     count = client.unpin(given.pin)
     _say(given, {"unpinned": count}, f"{count} pages are no longer pinned")
@@ -241,14 +248,14 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--namespace", help="the beginning of a digest, or a model's name")
     what.add_argument("--all", action="store_true", help="every page (of all tenants, for an administrator)")
     drain = add("drain", _drain, "empty a tier into the one below, or save all and accept no new pages")
-    drain.add_argument("tier", nargs="?", default="")
-    drain.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS")
+    drain.add_argument("tier", nargs="?", default="", help="its name (default: all that is unsaved, for a stop)")
+    drain.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="to wait at most")
     resize = add("resize", _resize, "give a tier another capacity, live")
-    resize.add_argument("tier")
+    resize.add_argument("tier", help="its name, as kvtier stats has it")
     resize.add_argument("capacity", type=_size, help='such as "20GiB"')
-    resize.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS")
+    resize.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="to wait for leases at most")
     unpin = add("unpin", _unpin, "end a pin")
-    unpin.add_argument("pin", type=int)
+    unpin.add_argument("pin", type=int, help="its number, as kvtier ls has it")
     level = add("log-level", _log_level, "have the daemon log more or less, live")
     level.add_argument(
         "level",
@@ -259,7 +266,17 @@ def _parser() -> argparse.ArgumentParser:
         help=f"{', '.join(get_args(LogLevel))} (default: only say which it is)",
     )
     ping = add("ping", _ping, "measure the round trip")
-    ping.add_argument("-n", "--count", type=_positive, default=20)
+    ping.add_argument("-n", "--count", type=_positive, default=20, help="how often")
+    doctor = commands.add_parser("doctor", help=_DOCTOR, description=_DOCTOR, parents=[common])
+    doctor.set_defaults(run=_doctor, alone=True)
+    doctor.add_argument(
+        "--config",
+        metavar="FILE",
+        default="",
+        help="the daemon's settings (default: those of the daemon that runs, else /etc/kvtier/kvtierd.toml, else none)",
+    )
+    doctor.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="one setting, as of kvtierd")
+    doctor.add_argument("--no-probe", action="store_true", help="do not measure disks (not done while a daemon runs)")
     bench = commands.add_parser("bench", help=_BENCH, description=_BENCH, parents=[common])
     bench.set_defaults(run=_bench, alone=True)
     bench.add_argument(
