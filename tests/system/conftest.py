@@ -137,6 +137,7 @@ class Daemon:
         self.workers: list[Worker] = []
         self.expected_traceback = False
         self.environment: dict[str, str] = {}
+        self.arguments: list[str] = []
         self._faults: dict[str, Any] = {}
 
     @property
@@ -151,7 +152,7 @@ class Daemon:
         """The process, not waited for."""
         flags = [word for key, value in self.settings.items() for word in ("--set", f"{key}={value}")]
         arranged = json.dumps({"faults": faults or [], **options})
-        command = ["tests.system.faulty", arranged, "--runtime-dir", self.endpoint, *flags]
+        command = ["tests.system.faulty", arranged, "--runtime-dir", self.endpoint, *flags, *self.arguments]
         return Process(*command, errors=self.directory / "log", environment=self.environment)
 
     def start(self, faults: list[dict[str, Any]] | None = None, **options: Any) -> Self:
