@@ -145,12 +145,12 @@ def _running(given: argparse.Namespace, step: Step, rows: list[Row], skipped: li
         if host is None:
             raise InvalidRequest("this daemon has no host tier to measure")
         used = [tier for tier in tiers if tier["name"] in (host, ssd)]
-        spare = min(tier["capacity"] - tier["allocated"] for tier in used) - _SLAB
+        spare = min(map(_spare, used)) - _SLAB
         size = min(given.size, max(0, spare) // 2 // PAGE * PAGE)
         if size < _LEAST:
             raise InvalidRequest(
-                f"the daemon's tiers have {format_size(max(0, spare))} that no slab holds, and measuring with more would "
-                f"evict others' pages: raise a capacity (kvtier resize), or run kvtier bench without --running"
+                f"the daemon's tiers have {format_size(max(0, spare))} to spare, and measuring with more would evict "
+                f"others' pages: raise a capacity (kvtier resize), or run kvtier bench without --running"
             )
         if size < given.size:
             skipped.append(Skipped("the size asked for", f"{format_size(size)} is what the tiers have free"))
@@ -169,7 +169,7 @@ def _running(given: argparse.Namespace, step: Step, rows: list[Row], skipped: li
         return
     gpus = _gpus(skipped)
     if gpus:
-        room = min(tier["capacity"] - tier["allocated"] for tier in tiers if tier["medium"] == "cuda") // 2 - _SLAB
+        room = min(_spare(tier) for tier in tiers if tier["medium"] == "cuda") // 2 - _SLAB
         size = min(size, max(0, room) // PAGE * PAGE)
         if size < _LEAST:
             skipped.append(Skipped("GPU", "its tier is full, and others' pages would be evicted"))
@@ -534,6 +534,11 @@ def _links(gpus: Sequence[Device], size: int) -> Links:
             cuda.free(memory)
         device.use(gpus[0].ordinal)
         device.unpin(address, size)
+
+
+def _spare(tier: dict[str, Any]) -> int:
+    """Bytes of a tier that can be had without evicting anything."""
+    return int(tier["capacity"] - tier["allocated"] + tier["empty"])
 
 
 def _affordable(asked: int, on_disk: int, skipped: list[Skipped]) -> int:

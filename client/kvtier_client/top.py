@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import select
 import signal
 import sys
@@ -33,6 +34,8 @@ BLUE, ORANGE, DIM, BOLD, ALARM = "color(33)", "color(208)", "color(244)", "bold"
 _GLYPHS = ("█", "▓", "▒", "·", "─")
 _ASCII = ("#", "=", "+", ".", "-")
 _SPARKS = "▁▂▃▄▅▆▇█"
+_SEQUENCE = re.compile("\x1b[\\[O][0-9;]*[A-Za-z~]")
+"""Arrows and the like, which would else end it as Escape does."""
 _HISTORY = 120
 _LOOK = 0.25
 """Seconds after which a key or another size of the window is noticed at the latest."""
@@ -550,14 +553,21 @@ def _keys() -> Iterator[Any]:
 
     handlers = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
 
+    typed: list[str] = []
+
     def key(wait: float) -> str | None:
+        if typed:
+            return typed.pop(0)
         if not select.select([fd], [], [], wait)[0]:
             return ""
         try:
             data = os.read(fd, 64)
         except OSError:
             return None
-        return data.decode(errors="replace")[:1] if len(data) == 1 else "" if data else None
+        if not data:
+            return None
+        typed.extend(_SEQUENCE.sub("", data.decode(errors="replace")))
+        return typed.pop(0) if typed else ""
 
     try:
         tty.setcbreak(fd)

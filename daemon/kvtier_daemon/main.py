@@ -21,21 +21,7 @@ _SWITCH = 5e-4
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the daemon in the foreground until SIGTERM or SIGINT. Exit status 0, or 2 where it cannot start."""
-    parser = argparse.ArgumentParser(
-        prog="kvtierd",
-        description="Own the KV cache of every LLM inference process on this host.",
-        epilog="SIGHUP: read the settings again and take over what can change live (log_level, slow_request, admins, "
-        "capacities of tiers). SIGTERM: save what lives only in memory, and end. With no arguments: a quarter of free memory (at most 8 GiB) and 10 GiB of SSD in your cache directory.",
-    )
-    parser.add_argument("--config", metavar="FILE", help="settings in TOML")
-    parser.add_argument(
-        "--set", metavar="KEY=VALUE", action="append", default=[], help="one setting, such as tiers.host.capacity=8GiB"
-    )
-    parser.add_argument("--runtime-dir", metavar="DIR", help="where the sockets are; workers attach here")
-    parser.add_argument("--end-with-parent", action="store_true", help="stop when the process that started it ends")
-    parser.add_argument("--check-config", action="store_true", help="say what would run, and end")
-    parser.add_argument("--version", action="version", version=f"kvtierd {__version__}")
-    given = parser.parse_args(arguments)
+    given = parser().parse_args(arguments)
     flags = list(given.set)
     if given.runtime_dir:
         flags.append(f"runtime_dir={given.runtime_dir}")
@@ -65,6 +51,25 @@ def main(arguments: list[str] | None = None) -> int:
     daemon.run()
     limit.tell(all_of_them=True)
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="kvtierd",
+        description="Own the KV cache of every LLM inference process on this host.",
+        epilog="SIGHUP: read the settings again and take over what can change live (log_level, slow_request, admins, "
+        "capacities of tiers). SIGTERM: save what lives only in memory, and end. With no arguments: a quarter of free "
+        "memory (at most 8 GiB) and 10 GiB of SSD in your cache directory.",
+    )
+    made.add_argument("--config", metavar="FILE", help="settings in TOML")
+    made.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], help="one setting, such as tiers.host.capacity=8GiB"
+    )
+    made.add_argument("--runtime-dir", metavar="DIR", help="where the sockets are; workers attach here")
+    made.add_argument("--end-with-parent", action="store_true", help="stop when the process that started it ends")
+    made.add_argument("--check-config", action="store_true", help="say what would run, and end")
+    made.add_argument("--version", action="version", version=f"kvtierd {__version__}")
+    return made
 
 
 def _raise_descriptor_limit() -> None:

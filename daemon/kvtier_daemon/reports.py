@@ -145,6 +145,7 @@ class Reports:
             "medium": tier.config.medium,
             "capacity": tier.capacity,
             "allocated": tier.allocated,
+            "empty": sum(slab.nbytes for slab in tier.slabs.values() if not slab.busy),
             "used": tier.bytes_in(State.READY),
             "leased": tier.leased_bytes(),
             "pages": sum(owner.counts[State.READY] for owner in tier.classes.values()),
