@@ -351,7 +351,7 @@ class Daemon:
                 for key in TierConfig.__struct_fields__
                 if key != "capacity" and getattr(old, key) != getattr(new, key)
             ]
-            if new.capacity == old.capacity:
+            if all(tier.capacity == new.capacity for tier in self._tiers_of(name)):  # not resized by hand either
                 continue
             problem = next(filter(None, (self._unfit(tier, new.capacity) for tier in self._tiers_of(name))), "")
             if problem:

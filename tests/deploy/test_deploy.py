@@ -206,3 +206,12 @@ def test_the_package_installs_serves_and_goes(package: Path, tmp_path: Path) -> 
     done = _dpkg(root, "--purge", "kvtier")
     assert done.returncode == 0, done.stdout + done.stderr
     assert not (root / "etc/kvtier").exists() and not pages.exists()
+
+
+@pytest.mark.parametrize("name", ["Containerfile.daemon", "Containerfile.worker"])
+def test_container_files_copy_what_there_is_and_all_that_the_build_needs(name: str) -> None:
+    text = (DEPLOY / name).read_text()
+    copied = {source for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE) for source in line.split()[:-1]}
+    assert all((ROOT / source).exists() for source in copied), copied
+    packages = {"kvtier", "daemon", "client", "kernels", "pyproject.toml", "README.md", "LICENSE"}
+    assert packages <= copied, "the wheel is built from these"

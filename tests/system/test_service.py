@@ -144,9 +144,14 @@ def test_a_reload_takes_over_what_can_change_live(make: MakeDaemon, manager: Man
     assert "32.0 MiB" in [lines for _, lines in manager.heard if "READY" in lines][-1]["STATUS"]
     assert "only after a restart: tiers.host.queue_depth" in daemon.log
 
+    client.resize("host", "8MiB")
+    client.log_level("error")
+    send(daemon, signal.SIGHUP)
+    eventually(lambda: capacity() == 32 << 20 and client.log_level() == "debug", "the settings win over commands")
+
     file.write_text("log_level = 5\n")
     send(daemon, signal.SIGHUP)
-    eventually(lambda: len(manager.times("READY")) == 3, "READY=1 after a reload in vain")
+    eventually(lambda: len(manager.times("READY")) == 4, "READY=1 after a reload in vain")
     assert "not reloaded" in daemon.log and capacity() == 32 << 20
     assert client.ping() < PATIENCE
 
