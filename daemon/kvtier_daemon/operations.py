@@ -193,7 +193,7 @@ def lend_at_once(
         store.pin(frame)
     count_hits(store, run, origins)
     missed = asked - len(run)
-    store.counters.asked(asked, run[0].namespace.schedule.tokens(len(run), missed) if missed else 0)
+    store.counters.asked(asked, run[0].namespace.schedule.tokens(run[0].number + len(run), missed) if missed else 0)
     store.touch(run)
     return Borrowed(sessions.grant(session, frames), pack_handles([frame.handle() for frame in frames]), origins)
 

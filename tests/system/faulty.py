@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import SlabError
-from kvtier_daemon import index, main, media, server
+from kvtier_daemon import index, main, media, server, web
 from kvtier_daemon.jobs import Erase, Job, Record
 from kvtier_daemon.slabs import Frame
 from kvtier_daemon.store import SourceLost
@@ -123,6 +123,8 @@ def run(arguments: list[str]) -> int:
     arrange(Faults(settings.get("faults", [])))
     if "most_unread" in settings:
         server._MOST_UNREAD = settings["most_unread"]
+    if "period" in settings:
+        web.PERIOD = settings["period"]
     return main.main(arguments[1:])
 
 
