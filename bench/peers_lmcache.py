@@ -142,6 +142,7 @@ class Store:
 def servers(place: str, pages: int) -> Iterator[None]:
     os.environ |= {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "HF_HUB_OFFLINE": "1"}
     os.environ["LMCACHE_LOG_LEVEL"] = "WARNING"
+    os.environ["OMP_NUM_THREADS"] = "1"  # with two, stores varied from 0.3 to 5.4 GB/s between runs on two shared cores
     command: list[str | Path] = [Path(sys.executable).parent / "lmcache", "server", "--host", "127.0.0.1"]
     command += ["--port", "5555", "--http-host", "127.0.0.1", "--http-port", "8080", "--chunk-size", "16"]
     command += ["--l1-size-gb", f"{pages * PAGE * 4 / (1 << 30) + 1:.0f}", "--no-l1-use-lazy"]
