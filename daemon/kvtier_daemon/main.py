@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import resource
 import sys
@@ -14,6 +15,8 @@ from kvtier.sizes import format_size
 from kvtier_daemon import __version__, logs
 from kvtier_daemon.daemon import Daemon
 from kvtier_daemon.notify import Notifier
+
+log = logging.getLogger(__name__)
 
 _SWITCH = 5e-4
 """Seconds that a mover waits at most for the interpreter lock to start the next copy; Python's own 5 ms idles a link."""
@@ -46,8 +49,14 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"kvtierd: {error}", file=sys.stderr)
         return 2
     sizes = ", ".join(f"{tier.name} {format_size(tier.capacity)}" for tier in daemon.tiers)
-    print(f"kvtierd {__version__} (pid {os.getpid()}): {sizes}", flush=True)
-    print(f"workers attach at {config.runtime_dir} (or KVTIER_ENDPOINT={config.runtime_dir})", flush=True)
+    for line in (
+        f"kvtierd {__version__} (pid {os.getpid()}): {sizes}",
+        f"workers attach at {config.runtime_dir} (or KVTIER_ENDPOINT={config.runtime_dir})",
+    ):
+        if logs.is_journal(sys.stdout):
+            log.info("%s", line)
+        else:
+            print(line, flush=True)
     daemon.run()
     limit.tell(all_of_them=True)
     return 0

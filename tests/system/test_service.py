@@ -181,6 +181,18 @@ def test_at_rest_the_log_is_quiet(daemon: Daemon) -> None:
     assert daemon.log == before
 
 
+def test_the_journal_gets_json_with_priorities(make: MakeDaemon) -> None:
+    daemon = make(ssd="64MiB")
+    log = daemon.directory / "log"
+    log.touch()
+    daemon.environment["JOURNAL_STREAM"] = f"{log.stat().st_dev}:{log.stat().st_ino}"
+    daemon.start().stop()
+    lines = daemon.log.splitlines()
+    assert all(line.startswith("<6>") for line in lines)
+    messages = [json.loads(line[3:])["msg"] for line in lines]
+    assert any("back in" in message for message in messages) and "all pages saved" in messages[-1]
+
+
 def test_slow_requests_say_what_they_waited_for(make: MakeDaemon) -> None:
     daemon = make(host="1MiB", slow_request=0.3, log_format="json").start()
     space = daemon.space()
