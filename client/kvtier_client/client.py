@@ -167,13 +167,13 @@ class Client:
         """As `call`, about something held under `attachment`: DaemonLost if that is over."""
         if attachment is not self._attachment:
             raise DaemonLost("the daemon that this was held with is gone: it is released, or never was committed")
-        self._check_process()
         return self._exchange(attachment, verb, body, kind, timeout)
 
     def submit(
         self, verb: str, body: wire.Body, finish: Callable[[Attachment, Any], ResultT], *, timeout: float
     ) -> Pending[ResultT]:
         """Ask now and wait later: `finish` makes the result from the attachment and the reply's body."""
+        self._check_process()
         attachment = self._attached()
         channel = self._channel(attachment)
         request = channel.send(verb, timeout, body)
@@ -247,6 +247,7 @@ class Client:
     def _exchange(
         self, attachment: Attachment, verb: str, body: wire.Body, kind: type[BodyT] | None, timeout: float
     ) -> BodyT | None:
+        self._check_process()
         if self._deferred and verb != "release":
             self._release_deferred()
         channel = self._channel(attachment)
@@ -298,10 +299,10 @@ class Client:
         return Channel(Context.get(), attachment.router, attachment.token, number, attachment.epoch)
 
     def _attached(self) -> Attachment:
-        self._check_process()
         attachment = self._attachment
         if attachment is not None:
             return attachment
+        self._check_process()
         with self._lock:
             if self._attachment is not None:
                 return self._attachment
