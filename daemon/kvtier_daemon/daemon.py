@@ -1,7 +1,7 @@
 """The daemon put together, and its one loop.
 
-One thread owns all state and runs a plain `zmq.Poller` over three things: the ROUTER (verbs), an epoll (the attach
-socket, its peers, their pidfds, signals) and the movers' eventfd. It waits on no lock and never blocks.
+One thread owns all state and runs a plain `zmq.Poller` over four things: the ROUTER (verbs), an epoll (the attach
+socket, its peers, their pidfds, signals), the movers' eventfd and that of those who ask for numbers over HTTP. It waits on no lock and never blocks.
 """
 
 from __future__ import annotations
