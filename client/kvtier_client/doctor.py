@@ -67,6 +67,8 @@ class Host:
         """Why the daemon that is there cannot be talked to."""
         self.foreign = False
         """Whether the daemon is in another PID namespace."""
+        self.denied = False
+        """Whether this user may not attach to it."""
         self.runtime = Path()
 
     def proc(self, name: str) -> str:
@@ -532,6 +534,12 @@ def check_daemon(host: Host, config: Config) -> Iterator[Finding]:
     if host.problem:
         yield Finding("daemon", FATAL, host.problem, "use one release for daemon and client, or see the daemon's log")
         return
+    if host.denied:
+        yield Finding(
+            *("daemon", FATAL, f"this user may not attach at {host.runtime}"),
+            "add the user to the daemon's group (usermod -aG kvtier USER), and log in again",
+        )
+        return
     if not host.pid and not host.foreign:
         yield Finding("daemon", OK, f"none runs in {host.runtime}; what follows is about one started from here")
         return
@@ -601,6 +609,7 @@ def meet(host: Host, endpoint: str | None) -> None:
         with Client(endpoint, name="kvtier doctor") as client:
             report = client.stats()["daemon"]
     except DaemonLost:
+        host.denied = _denied(host.runtime)
         return
     except KvtierError as error:
         host.problem = str(error)
@@ -638,6 +647,14 @@ def run(endpoint: str | None, file: str, flags: list[str], *, probe: bool, as_js
         if finding.mend:
             print(f"{'':23}-> {finding.mend}")
     return status
+
+
+def _denied(runtime: Path) -> bool:
+    """Whether permissions alone keep this user from the daemon's sockets there."""
+    try:
+        return not os.access(runtime / paths.ATTACH_SOCKET, os.W_OK) and (runtime / paths.ATTACH_SOCKET).exists()
+    except PermissionError:  # what is in the directory does not even show
+        return True
 
 
 def _of_command(arguments: list[str]) -> tuple[str, list[str]]:

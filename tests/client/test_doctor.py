@@ -237,6 +237,8 @@ def test_versions_and_namespaces_of_a_running_daemon() -> None:
     host = Made(apart=True)
     host.pid, host.version = 5, kvtier_client.__version__
     assert "IPC namespace" in worst(doctor.check_daemon(host, settings(gpu=True))).text
+    host.denied = True
+    assert "usermod" in worst(doctor.check_daemon(host, settings())).mend
     host.problem = "this daemon speaks version 2"
     assert worst(doctor.check_daemon(host, settings())).level == FATAL
 

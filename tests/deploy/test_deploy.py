@@ -215,3 +215,38 @@ def test_container_files_copy_what_there_is_and_all_that_the_build_needs(name: s
     assert all((ROOT / source).exists() for source in copied), copied
     packages = {"kvtier", "daemon", "client", "kernels", "pyproject.toml", "README.md", "LICENSE"}
     assert packages <= copied, "the wheel is built from these"
+
+
+def test_the_units_filter_lets_the_daemons_system_calls_through() -> None:
+    """What kvtierd and its libraries call by number or need on purpose, where a refusal would only show much later."""
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed: apt-get install systemd")
+    (group,) = re.findall(r"^SystemCallFilter=(@\S+)$", UNIT, re.MULTILINE)
+    allowed, todo = set[str](), [group]
+    while todo:
+        name = todo.pop()
+        listed = subprocess.check_output(["systemd-analyze", "syscall-filter", name], text=True, timeout=30)
+        entries = re.findall(r"^ {4}(\S+)$", listed, re.MULTILINE)
+        allowed |= set(entries)
+        todo += [entry for entry in entries if entry.startswith("@")]
+    for call in (
+        *("memfd_create", "fallocate", "mmap", "madvise", "mlock", "mbind", "set_mempolicy", "prlimit64"),
+        *("pidfd_open", "kill", "eventfd2", "epoll_wait", "recvmsg", "sendmsg", "ioctl", "getrandom"),
+        *("preadv2", "pwritev2", "pread64", "pwrite64", "fdatasync", "flock", "fchmod", "ftruncate"),
+    ):
+        assert call in allowed, call
+
+
+def test_the_unit_is_as_closed_as_cuda_allows() -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed: apt-get install systemd")
+    done = subprocess.run(
+        ["systemd-analyze", "security", "--offline=true", "--threshold=30", str(DEPLOY / "kvtierd.service")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if "unrecognized option" in done.stderr:
+        pytest.skip("this systemd-analyze judges running services only")
+    assert done.returncode == 0, done.stdout[-600:]

@@ -221,3 +221,15 @@ def test_the_doctor_examines_a_running_daemon(daemon: Daemon) -> None:
 
     other = cli(daemon, "doctor", "--json", "--set", "tiers.h.medium=host", "--set", "tiers.h.capacity=900TiB")
     assert other.returncode == 2 and "900.0 TiB" in other.stdout
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_the_doctor_tells_a_user_who_may_not_attach(daemon: Daemon) -> None:
+    code = (
+        "import os, sys; from kvtier_client import cli, doctor; os.setgroups([]); os.setgid(65534); os.setuid(65534); "
+    )
+    code += f"sys.exit(cli.main(['doctor', '--no-probe', '--endpoint', {daemon.endpoint!r}]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, env=_ENVIRONMENT, check=False
+    )
+    assert done.returncode == 2 and "may not attach" in done.stdout, done.stdout + done.stderr
