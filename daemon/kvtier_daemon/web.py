@@ -228,8 +228,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         assert isinstance(self.server, _Server)
-        host = urlsplit(f"//{self.headers.get('Host', 'localhost')}").hostname
-        route = self.routes.get(urlsplit(self.path).path)
+        try:
+            host = urlsplit(f"//{self.headers.get('Host', 'localhost')}").hostname
+        except ValueError:
+            host = None
+        route = self.routes.get(self.path.partition("?")[0])
         if host not in _NAMES:
             status, kind, body = 403, "text/plain", b"ask for localhost or 127.0.0.1\n"
         elif route is None:

@@ -60,3 +60,9 @@ def test_by_hand() -> None:
 def test_caps_that_are_none(unit: int, cap: int) -> None:
     with pytest.raises(LayoutError, match="nearest that is"):
         Schedule(unit, cap)
+
+
+@given(schedules, st.integers(0, 500), st.integers(0, 300))
+def test_tokens_of_a_run_are_those_of_its_pages(schedule: Schedule, first: int, count: int) -> None:
+    spans = [schedule.span(page) for page in range(first, first + count)]
+    assert schedule.tokens(first, count) == sum(span.stop - span.start for span in spans)

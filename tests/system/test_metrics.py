@@ -258,6 +258,21 @@ def test_another_name_than_loopbacks_is_refused(make: MakeDaemon) -> None:
         assert get(number, path, Host="localhost:80")[0] == 200
 
 
+def test_garbage_is_refused_and_forgotten(make: MakeDaemon) -> None:
+    daemon = make(http_port=0).start()
+    number = port(daemon)
+    requests = [b"\0\1\2\r\n\r\n", b"GET / HTTP/1.1\r\nHost: [::\r\n\r\n", b"GET //[ HTTP/1.0\r\n\r\n", b"A" * 70_000]
+    requests += [b"POST / HTTP/1.0\r\n\r\n", b"GET / HTTP/1.0\r\n" + b"X: y\r\n" * 500 + b"\r\n"]
+    for request in requests:
+        with socket.create_connection(("127.0.0.1", number), timeout=5) as client, contextlib.suppress(OSError):
+            client.sendall(request)
+            client.shutdown(socket.SHUT_WR)
+            answer = client.recv(4096)
+            assert not answer or b" 4" in answer.partition(b"\r\n")[0] or b" 501 " in answer, (request[:40], answer)
+    eventually(lambda: _answers(number), "it serves on")
+    assert get(number, "/metrics?name=x")[0] == 200
+
+
 def test_only_loopback_is_listened_at(make: MakeDaemon) -> None:
     daemon = make(http_port=0).start()
     listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -318,6 +333,15 @@ def test_names_follow_prometheus_rules() -> None:
         assert re.fullmatch(r"kvtier_[a-z_]+", family.name)
         assert family.name.endswith("_total") == (family.kind == "counter"), family.name
         assert family.help.endswith("."), family.name
+
+
+def test_documents_and_rules_name_what_there_is() -> None:
+    suffixes = {"histogram": ("_bucket", "_count", "_sum"), "counter": ("",), "gauge": ("",)}
+    there = {family.name + suffix for family in metrics.FAMILIES for suffix in suffixes[family.kind]}
+    there |= {family.name for family in metrics.FAMILIES} | {"kvtier_client", "kvtier_daemon", "kvtier_kernels"}
+    for file in [*(ROOT / "docs").glob("*.md"), *(ROOT / "deploy").rglob("*.yml"), ROOT / "README.md"]:
+        named = set(re.findall(r"\bkvtier_[a-z_]+\b(?![/.:])", file.read_text()))
+        assert named <= there, f"{file.name} names {named - there}"
 
 
 def test_the_dashboard_asks_for_what_the_daemon_exports(make: MakeDaemon) -> None:
