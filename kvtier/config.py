@@ -114,7 +114,21 @@ def load(
             raise ConfigError(f"--set {flag}: write it as key.path=value, for example tiers.host.capacity=4GiB")
         _put(data, key.strip().split("."), value.strip(), f"--set {flag}")
         source += f", --set {key}"
+    _over_defaults(data, default_tiers() if tiers is None else tiers)
     return _checked(_convert(data, source), source, tiers)
+
+
+def _over_defaults(data: dict[str, Any], defaults: Mapping[str, TierConfig]) -> None:
+    """Settings of tiers that define none of their own (no medium is named) change the default ones."""
+    given = data.get("tiers")
+    if not isinstance(given, dict) or not given or not all(isinstance(one, dict) for one in given.values()):
+        return
+    if any("medium" in one for one in given.values()) or not set(given) <= set(defaults):
+        return
+    merged = {name: {key: getattr(tier, key) for key in tier.__struct_fields__} for name, tier in defaults.items()}
+    for name, settings in given.items():
+        merged[name] |= settings
+    data["tiers"] = merged
 
 
 def default_tiers() -> dict[str, TierConfig]:

@@ -125,3 +125,15 @@ def test_bad_flags(flag: str, tmp_path: Path) -> None:
 def test_a_bad_variable_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="KVTIER__TIERS__HOST__CAPACITY"):
         of(GOOD, tmp_path, KVTIER__TIERS__HOST__CAPACITY="much")
+
+
+def test_settings_of_a_default_tier_change_that_tier_alone() -> None:
+    plain = config.load(environment={})
+    changed = config.load(environment={"KVTIER__TIERS__SSD__CAPACITY": "20GiB"}, flags=["tiers.host.capacity=128MiB"])
+    assert list(changed.tiers) == ["host", "ssd"]
+    assert (changed.tiers["host"].capacity, changed.tiers["ssd"].capacity) == (128 << 20, 20 << 30)
+    assert changed.tiers["ssd"].path == plain.tiers["ssd"].path
+    with pytest.raises(ConfigError, match=r"tiers\.host\.capcity .*tiers\.host\.capacity"):
+        config.load(environment={}, flags=["tiers.host.capcity=1GiB"])
+    alone = config.load(environment={}, flags=["tiers.host.medium=host", "tiers.host.capacity=1GiB"])
+    assert list(alone.tiers) == ["host"], "a tier of one's own replaces the default ones"
