@@ -44,7 +44,7 @@ def create_memfd(name: str, nbytes: int) -> int:
     try:
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, nbytes)
-        os.posix_fallocate(fd, 0, nbytes)
+        _fill(fd, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except OSError as error:
         os.close(fd)
@@ -52,6 +52,23 @@ def create_memfd(name: str, nbytes: int) -> int:
             f"no memory for a slab of {nbytes} bytes ({error.strerror}): lower the tier's capacity or free memory"
         ) from error
     return fd
+
+
+def _fill(fd: int, nbytes: int) -> None:
+    """Have the kernel find the memory now, in huge pages where it is told that it may ("advise" in shmem_enabled of
+    transparent_hugepage): fallocate would never take those."""
+    with mmap.mmap(fd, nbytes) as mapping:
+        with contextlib.suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        with memoryview(mapping) as view:  # by ctypes, since mmap.madvise keeps other threads out meanwhile
+            failed = _LIBC.madvise(_address(view), nbytes, _MADV_POPULATE_WRITE)
+    if failed:  # a kernel before 5.14, or no memory, which this tells apart
+        os.posix_fallocate(fd, 0, nbytes)
+
+
+_MADV_POPULATE_WRITE = 23
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def read_only(fd: int) -> int:

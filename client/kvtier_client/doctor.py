@@ -37,6 +37,7 @@ _PROBE_SECONDS = 2.0
 _BLOCK = 4 << 20
 _SO_PEERPIDFD = 77
 _UNLIMITED = 1 << 62
+_SHMEM_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 
 
 class Finding(NamedTuple):
@@ -359,6 +360,16 @@ def check_shared_memory(host: Host, _: Config) -> Iterator[Finding]:
         yield Finding("shared memory", OK, f"memfds work; /dev/shm ({there}) is not needed")
 
 
+def check_huge_pages(host: Host, _: Config) -> Iterator[Finding]:
+    """Host slabs get huge pages where the kernel may give them to shared memory; most are set not to."""
+    setting = host.read(_SHMEM_HUGE_PAGES)
+    if "[never]" in setting or "[deny]" in setting:
+        faster = f"`echo advise > {_SHMEM_HUGE_PAGES}` before kvtierd starts has workers write faster"
+        yield Finding("huge pages", OK, f"host slabs get small pages; {faster}")
+    elif setting:
+        yield Finding("huge pages", OK, "host slabs get huge pages where the kernel has them")
+
+
 def check_pidfd(host: Host, _: Config) -> Iterator[Finding]:
     """How the daemon learns that a worker is dead."""
     own, peers = host.pidfd()
@@ -564,8 +575,8 @@ def check_daemon(host: Host, config: Config) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Check, ...] = (
-    *(check_daemon, check_directories, check_memory, check_memlock, check_shared_memory, check_pidfd),
-    *(check_disk, check_clock, check_gpus, check_numa),
+    *(check_daemon, check_directories, check_memory, check_memlock, check_shared_memory, check_huge_pages),
+    *(check_pidfd, check_disk, check_clock, check_gpus, check_numa),
 )
 
 

@@ -54,13 +54,17 @@ def restore(
 def _adopt(
     store: Store, tier: Tier, medium: FileMedium, contents: Contents, tenant_named: Callable[[str], Tenant]
 ) -> set[int]:
-    """Take over the slabs that fit, the most recently used first; their ids."""
-    stamps: dict[int, int] = {}
+    """Take over the slabs that fit, first those whose pages were used most recently in the mean; their ids.
+
+    Not by the youngest page: in a full tier a new page takes the frame of the oldest, and so lies among old ones.
+    """
+    pages: dict[int, tuple[int, int]] = {}
     for record in contents.pages:
-        if record.stamp > stamps.get(record.slab, -1):
-            stamps[record.slab] = record.stamp
+        number, total = pages.get(record.slab, (0, 0))
+        pages[record.slab] = (number + 1, total + record.stamp)
+    mean = {slab_id: total / number for slab_id, (number, total) in pages.items()}
     kept = set()
-    for slab_id in sorted(contents.slabs, key=lambda slab_id: stamps.get(slab_id, -1), reverse=True):
+    for slab_id in sorted(contents.slabs, key=lambda slab_id: mean.get(slab_id, -1.0), reverse=True):
         nbytes, frame_bytes, tenant_name = contents.slabs[slab_id]
         store.room.next_slab = max(store.room.next_slab, slab_id + 1)
         tenant = tenant_named(tenant_name)

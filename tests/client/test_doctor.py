@@ -139,6 +139,17 @@ def test_small_shared_memory_is_no_matter_and_no_memfd_is() -> None:
     assert found.level == FATAL and "seccomp" in found.mend
 
 
+def test_small_pages_are_told_and_no_warning() -> None:
+    made = Made()
+    path = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    made.files[path] = "always within_size advise [never] deny force\n"
+    found = worst(doctor.check_huge_pages(made, settings()))
+    assert found.level == OK and "echo advise" in found.text
+    made.files[path] = "always within_size [advise] never deny force\n"
+    assert "huge pages where" in worst(doctor.check_huge_pages(made, settings())).text
+    assert not list(doctor.check_huge_pages(Made(), settings()))
+
+
 def test_kernels_without_pidfd() -> None:
     found = worst(doctor.check_pidfd(Made(pidfd=(False, False), kernel="5.2.0"), settings()))
     assert found.level == WARNING and "5.2.0" in found.text
