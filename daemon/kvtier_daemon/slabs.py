@@ -125,11 +125,9 @@ class Slab:
         self.holders: set[int] = set()
 
     def vacatable(self) -> bool:
-        """Whether every frame could leave now."""
-        return not self.leaving and all(
-            frame.state is State.FREE or (frame.state is State.READY and not frame.pins and not frame.copies)
-            for frame in self.frames
-        )
+        """Whether every frame could leave soon: none is held or written by anyone. Copies end by themselves."""
+        movable = (State.FREE, State.READY, State.FILLING)
+        return not self.leaving and all(frame.state in movable and not frame.pins for frame in self.frames)
 
 
 class SlabClass:

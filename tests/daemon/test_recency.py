@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from kvtier.config import Size
-from kvtier.wire import Borrowed
+from kvtier.wire import Borrowed, Reserved
 from kvtier_daemon.jobs import Grow
+from kvtier_daemon.operations import Reserving
 from kvtier_daemon.slabs import State
 from tests.daemon.world import UNIT, World
 
@@ -87,3 +88,26 @@ def test_second_use_admits() -> None:
     assert set(world.index) == set(keys[:3])
     frame = session.tenant.pages[keys[0]].frames[1]
     assert frame is not None and frame.state is State.READY
+
+
+def test_a_class_without_a_slab_gets_one_that_is_still_being_saved() -> None:
+    """Under steady write-through some frame of every slab is being copied: that must not starve another class."""
+    world = World(8, 64)
+    session = world.session()
+    space = world.namespace(session)
+    operation, _ = world.reserve(session, space, world.keys(space, 8))
+    world.settle()
+    world.commit(session, operation)
+    for job in [job for job in world.jobs if isinstance(job, Grow)]:
+        world.do(job)
+    assert all(any(frame.copies for frame in slab.frames) for slab in world.tiers[0].slabs.values())
+    chain = world.keys(space, 34, branch=1)
+    answers: list[object] = []
+    pages = [(32, chain[32], chain[31])]  # of the second order: a class that has no slab yet
+    waiting = Reserving(world.sessions, session, space, world.tiers[0], pages, answers.append)
+    waiting.advance()
+    world.store.run()
+    assert any(slab.leaving for slab in world.tiers[0].slabs.values()), "a slab is on its way to the other class"
+    world.settle()
+    assert waiting.done and isinstance(answers[0], Reserved) and answers[0].reservation
+    world.store.check()
