@@ -92,10 +92,10 @@ def test_second_use_admits() -> None:
 
 def test_a_class_without_a_slab_gets_one_that_is_still_being_saved() -> None:
     """Under steady write-through some frame of every slab is being copied: that must not starve another class."""
-    world = World(8, 64)
+    world = World(4, 64)
     session = world.session()
     space = world.namespace(session)
-    operation, _ = world.reserve(session, space, world.keys(space, 8))
+    operation, _ = world.reserve(session, space, world.keys(space, 4))
     world.settle()
     world.commit(session, operation)
     for job in [job for job in world.jobs if isinstance(job, Grow)]:
