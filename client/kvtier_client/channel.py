@@ -34,10 +34,15 @@ class Channel:
         self.socket.setsockopt(zmq.RCVTIMEO, _SLICE)
         self.socket.connect(f"ipc://{router}")
         self.request = 0
+        self._poller = zmq.Poller()
+        self._poller.register(self.socket, zmq.POLLIN)
+        self.received: list[bytes] = []
+        """What answered the last request, once it is here: a call may be interrupted just then."""
 
     def send(self, verb: str, timeout: float, body: wire.Body) -> int:
         """Send a request; its number."""
         self.request += 1
+        self.received.clear()
         self.socket.send(wire.encode_request(self.request, verb, timeout, body))
         return self.request
 
@@ -47,7 +52,10 @@ class Channel:
         give_up = time.monotonic() + timeout + _GRACE
         while True:
             try:
-                reply = wire.decode_reply(self.socket.recv())
+                # Waited for apart: a signal often comes with the answer, and a receive that is interrupted loses it.
+                self._poller.poll(_SLICE)
+                self.received.append(self.socket.recv(zmq.NOBLOCK))
+                reply = wire.decode_reply(self.received[-1])
             except zmq.Again:
                 if not alive():
                     raise DaemonLost("kvtierd hung up: every handle is void, treat all as a miss") from None
@@ -57,6 +65,7 @@ class Channel:
             if reply.epoch != self.epoch:
                 raise DaemonLost("kvtierd was restarted: every handle is void, treat all as a miss")
             if reply.id not in (0, self.request) or reply.code == "event":
+                self.received.clear()
                 continue
             if reply.code:
                 raise from_code(reply.code, str(reply.body))

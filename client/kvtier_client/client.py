@@ -254,6 +254,7 @@ class Client:
         try:
             channel.send(verb, timeout, body)
             reply = channel.receive(timeout, lambda: self._meanwhile(attachment, verb))
+            result = None if kind is None else wire.convert(reply.body, kind)
         except (DaemonLost, NotAttached) as error:
             channel.close()
             self.lost(attachment)
@@ -268,16 +269,21 @@ class Client:
             self._take_back(attachment, channel, kind)
             raise
         self.put_back(attachment, channel, reply)
-        return None if kind is None else wire.convert(reply.body, kind)
+        return result
 
     def _take_back(self, attachment: Attachment, channel: Channel, kind: type[wire.Body] | None) -> None:
         """A call was interrupted: cancel it, and give back what it was granted meanwhile, since nobody will have it."""
         try:
             with contextlib.suppress(KvtierError):
                 self.on(attachment, "cancel", wire.Cancel(channel.number, channel.request), timeout=1.0)
-                if kind is None or not channel.socket.poll(200):
+                if kind is None or (not channel.received and not channel.socket.poll(200)):
                     return
-                body = wire.convert(channel.receive(1.0, attachment.alive).body, kind)
+                reply = (
+                    wire.decode_reply(channel.received[-1])
+                    if channel.received
+                    else channel.receive(1.0, attachment.alive)
+                )
+                body = wire.convert(reply.body, kind)
                 if isinstance(body, wire.Borrowed | wire.Committed) and body.lease:
                     self.release_lease(attachment, body.lease)
                 elif isinstance(body, wire.Reserved) and body.reservation:
