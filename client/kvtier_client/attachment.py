@@ -66,7 +66,6 @@ class Attachment:
             for name, medium, of in welcome.tiers
             if medium == "host" or (medium == "cuda" and gpu is not None and of == gpu.uuid)
         )
-        self.pid = os.getpid()
         self._poll = select.poll()
         self._poll.register(self.connection, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
         self._readable = select.poll()

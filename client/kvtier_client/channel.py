@@ -31,7 +31,6 @@ class Channel:
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.IDENTITY, token + number.to_bytes(4, "little"))
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RCVTIMEO, _SLICE)
         self.socket.connect(f"ipc://{router}")
         self.request = 0
         self._poller = zmq.Poller()

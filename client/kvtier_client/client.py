@@ -112,7 +112,7 @@ class Client:
     def events(self, timeout: float | None = None) -> Iterator[tuple[str, bytes, int, bytes]]:
         """(what, namespace digest, page number, key) for every page "stored" or "removed" from now on; ends after
         `timeout` seconds without one. Raises DaemonLost."""
-        attachment = self._attached()
+        attachment = self.current()
         channel = self._channel(attachment)
         try:
             channel.send("subscribe", DEFAULT_TIMEOUT, wire.Subscribe())
@@ -145,7 +145,7 @@ class Client:
         self, verb: str, body: wire.Body, kind: type[BodyT] | None = None, *, timeout: float = DEFAULT_TIMEOUT
     ) -> BodyT | None:
         """Ask the daemon, attaching again first if it was lost. Raises what it answers, or DaemonLost."""
-        return self._exchange(self._attached(), verb, body, kind, timeout)
+        return self._exchange(self.current(), verb, body, kind, timeout)
 
     @overload
     def on(
@@ -174,14 +174,10 @@ class Client:
     ) -> Pending[ResultT]:
         """Ask now and wait later: `finish` makes the result from the attachment and the reply's body."""
         self._check_process()
-        attachment = self._attached()
+        attachment = self.current()
         channel = self._channel(attachment)
         request = channel.send(verb, timeout, body)
         return Pending(self, attachment, channel, request, finish, timeout)
-
-    def current(self) -> Attachment:
-        """The attachment, made anew if the daemon was lost. Raises DaemonLost."""
-        return self._attached()
 
     def release_lease(self, attachment: Attachment, lease: int, after: Any = None) -> None:
         """Release now, or, once what `after` was given is done, with a later call."""
@@ -304,7 +300,8 @@ class Client:
             number = self._numbers
         return Channel(Context.get(), attachment.router, attachment.token, number, attachment.epoch)
 
-    def _attached(self) -> Attachment:
+    def current(self) -> Attachment:
+        """The attachment, made anew if the daemon was lost. Raises DaemonLost."""
         attachment = self._attachment
         if attachment is not None:
             return attachment

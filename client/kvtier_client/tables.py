@@ -31,8 +31,8 @@ def stats(report: dict[str, Any], before: dict[str, Any] | None = None, seconds:
     for tier, hits in zip(report["tiers"], counters["hits"], strict=True):
         tiers.add_row(
             tier["name"] + (" (closed)" if tier["closed"] else ""),
-            *(_size(tier[key]) for key in ("capacity", "used", "free_bytes", "leased")),
-            *(_size(tier[key]) for key in ("filling_bytes", "reserved_bytes")),
+            *(narrow_size(tier[key]) for key in ("capacity", "used", "free_bytes", "leased")),
+            *(narrow_size(tier[key]) for key in ("filling_bytes", "reserved_bytes")),
             f"{tier['pages']:,}",
             f"{hits:,}",
             f"{hits / requested:.1%}",
@@ -74,7 +74,7 @@ def stats(report: dict[str, Any], before: dict[str, Any] | None = None, seconds:
         _console.print(moves)
     latency = _table("verb", "requests", "mean", "p50 <=", "p99 <=")
     for verb, figures in report["latency"].items():
-        latency.add_row(verb, f"{figures['count']:,}", *(_seconds(figures[key]) for key in ("mean", "p50", "p99")))
+        latency.add_row(verb, f"{figures['count']:,}", *(short_time(figures[key]) for key in ("mean", "p50", "p99")))
     _console.print(latency)
     evictions = ", ".join(f"{reason} {number:,}" for reason, number in sorted(counters["evictions"].items()))
     if evictions:
@@ -156,12 +156,13 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _size(nbytes: float) -> str:
+def narrow_size(nbytes: float) -> str:
     """`format_size` for narrow columns: "1.5G"."""
     return format_size(nbytes).replace(" B", "B").replace(" ", "").replace("iB", "")
 
 
-def _seconds(value: float) -> str:
+def short_time(value: float) -> str:
+    """Seconds in the unit that leaves few digits: "93 us"."""
     if value < 1e-3:
         return f"{value * 1e6:.0f} us"
     return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"

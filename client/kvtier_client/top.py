@@ -27,8 +27,8 @@ from rich.live import Live
 from rich.text import Text
 
 from kvtier.errors import DaemonLost, DeadlineExceeded
-from kvtier.sizes import format_size
 from kvtier_client.client import Client
+from kvtier_client.tables import narrow_size, short_time
 
 BLUE, ORANGE, DIM, BOLD, ALARM = "color(33)", "color(208)", "color(244)", "bold", "bold color(208)"
 _GLYPHS = ("█", "▓", "▒", "·", "─")
@@ -297,7 +297,7 @@ def _tiers(view: View, shown: Sequence[TierLine], width: int, glyphs: Sequence[s
         if tier.closed:
             line.append(f" {'! CLOSED':>17}", ALARM)
         else:
-            line.append(f" {_size(filled):>7} of {_size(tier.capacity):<6}", "")
+            line.append(f" {narrow_size(filled):>7} of {narrow_size(tier.capacity):<6}", "")
         line.append(f" {tier.queue:>6,}", ORANGE if tier.queue > 100 else DIM)
         line.append(f" {tier.hit_share:>5.0%}" if view.asked else f" {'-':>5}")
         drawn.append(line)
@@ -313,7 +313,7 @@ def _tiers(view: View, shown: Sequence[TierLine], width: int, glyphs: Sequence[s
         legend.append(glyph * 2, style).append(f" {text}   ", DIM)
     unsaved = sum(tier.unsaved for tier in view.tiers)
     if unsaved:
-        legend.append(f"{_size(unsaved)} still to be saved", ORANGE)
+        legend.append(f"{narrow_size(unsaved)} still to be saved", ORANGE)
     return [*drawn, legend]
 
 
@@ -339,7 +339,7 @@ def _rates(view: View, width: int, glyphs: Sequence[str], history: Sequence[floa
         f" pages ({_count(view.committed_tokens)} tokens)",
     )
     if view.borrow_p99 and width >= 100:
-        facts.append(f"   borrow p99 <= {_seconds(view.borrow_p99)}", DIM)
+        facts.append(f"   borrow p99 <= {short_time(view.borrow_p99)}", DIM)
     drawn.append(facts)
     if not view.asked:
         drawn.append(Text("hits   nothing was borrowed", DIM))
@@ -371,7 +371,7 @@ def _movers(moves: Sequence[MoveLine], width: int) -> list[Text]:
     for move in moves:
         route = f"{move.source} -> {move.target}"
         style = "" if move.pages or move.failed else DIM
-        line = Text(f"{route:24} {_count(move.pages):>9} {_size(move.bytes):>10} {move.busy:>9.1f}", style)
+        line = Text(f"{route:24} {_count(move.pages):>9} {narrow_size(move.bytes):>10} {move.busy:>9.1f}", style)
         line.append(f" {move.failed:>8,}", ORANGE if move.failed else DIM)
         drawn.append(line)
     if not moves:
@@ -449,16 +449,6 @@ def _count(value: float) -> str:
             return f"{value:,.0f}{unit}"
         value /= 1000
     return f"{value:,.0f}G"
-
-
-def _size(nbytes: float) -> str:
-    return format_size(nbytes).replace(" B", "B").replace(" ", "").replace("iB", "")
-
-
-def _seconds(value: float) -> str:
-    if value < 1e-3:
-        return f"{value * 1e6:.0f} us"
-    return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"
 
 
 def _duration(seconds: float) -> str:

@@ -217,7 +217,7 @@ class Store:
                 if frame is not None and frame.state is State.READY and not frame.pins and not frame.copies:
                     self.drop(frame)
             self._wake_page(member)
-        self.counters.evictions[reason] = self.counters.evictions.get(reason, 0) + len(members)
+        self.counters.evicted(reason, len(members))
         return len(members)
 
     def shed(self, frame: Frame | None) -> None:
