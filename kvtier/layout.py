@@ -27,6 +27,7 @@ FORMAT = 2
 DType = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "int8", "int4"]
 
 _BITS: dict[str, int] = {"float32": 32, "float16": 16, "bfloat16": 16, "float8_e4m3fn": 8, "int8": 8, "int4": 4}
+_PROBE_BYTES = 8
 _HEAD_SCALE_BYTES = 4  # float32, one a head: too few to count
 _GROUP_SCALE_BYTES = 2  # bfloat16, one a channel or token: float32 would be a third of an int4 unit of 16 tokens
 
@@ -185,12 +186,69 @@ class LatentLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
         return _digest(self)
 
 
-Layout = AttentionLayout | LatentLayout
+class EngineLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="engine"):
+    """KV as an engine arranges its own blocks: bytes that kvtier keeps and only that engine reads.
+
+    A unit is one block of `unit_tokens` tokens, `unit_bytes` of it. `arrangement` says what those bytes are (engine,
+    order of the axes, dtype, shape): two that differ in it share nothing, whatever their sizes.
+    """
+
+    unit_bytes: int
+    arrangement: str
+    unit_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        if self.unit_bytes < _PROBE_BYTES or self.unit_tokens < 1:
+            raise LayoutError(
+                f"a unit of {self.unit_bytes} bytes for {self.unit_tokens} tokens: at least {_PROBE_BYTES} and 1"
+            )
+        if not self.arrangement:
+            raise LayoutError("arrangement is empty: name the engine, the order of the axes, the dtype and the shape")
+
+    @property
+    def dtype(self) -> Literal["uint8"]:
+        """Bytes, whatever the engine keeps in them."""
+        return "uint8"
+
+    @property
+    def shape(self) -> tuple[int]:
+        """Of a unit, in bytes."""
+        return (self.unit_bytes,)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that are in one piece: all of the unit."""
+        return self.unit_bytes
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.unit_bytes
+
+    @property
+    def unit_stride(self) -> int:
+        """Bytes from one unit of a page to the next: `unit_bytes` padded to 4 KiB."""
+        return _padded(self.unit_bytes)
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes of memory a token takes, padding included."""
+        return self.unit_stride / self.unit_tokens
+
+    def probes(self) -> list[int]:
+        """Offsets of the unit's first and last bytes."""
+        return sorted({0, self.unit_bytes - _PROBE_BYTES})
+
+    def fingerprint(self) -> bytes:
+        """16 bytes, equal exactly where the bytes of a unit mean the same."""
+        return _digest(self)
+
+
+Layout = AttentionLayout | LatentLayout | EngineLayout
 
 
 def probe_value(nonce: bytes, number: int) -> bytes:
     """What is to stand at probe `number` of a layout."""
-    return hashlib.blake2b(nonce + bytes([number]), digest_size=8).digest()
+    return hashlib.blake2b(nonce + bytes([number]), digest_size=_PROBE_BYTES).digest()
 
 
 def _padded(nbytes: int) -> int:
@@ -201,7 +259,7 @@ def _digest(layout: Layout) -> bytes:
     return hashlib.blake2b(msgspec.msgpack.encode((FORMAT, layout)), digest_size=16, person=b"kvtier-layout").digest()
 
 
-def _check(layout: Layout, **positive: int) -> None:
+def _check(layout: AttentionLayout | LatentLayout, **positive: int) -> None:
     for name, value in positive.items():
         if value < 1:
             raise LayoutError(f"{name} is {value}: it must be at least 1")

@@ -14,7 +14,7 @@ Errors are those of `kvtier.errors`; a worker treats `DaemonLost` and `OutOfPage
 
 from kvtier.errors import DaemonLost, KvtierError, OutOfPages, StaleHandle
 from kvtier.keys import Namespace
-from kvtier.layout import AttentionLayout, LatentLayout
+from kvtier.layout import AttentionLayout, EngineLayout, LatentLayout
 from kvtier.wire import BUSY, EXISTS, GRANTED, ORPHAN
 from kvtier_client.client import Client, Pending
 from kvtier_client.local import local
@@ -31,6 +31,7 @@ __all__ = [
     "AttentionLayout",
     "Client",
     "DaemonLost",
+    "EngineLayout",
     "KvtierError",
     "LatentLayout",
     "Lease",

@@ -25,7 +25,15 @@ if TYPE_CHECKING:
     from kvtier_client.attachment import Attachment
     from kvtier_client.namespace import NamespaceClient
 
-_NUMPY = {"float32": "f4", "float16": "f2", "bfloat16": "u2", "float8_e4m3fn": "u1", "int8": "i1", "int4": "u1"}
+_NUMPY = {
+    "float32": "f4",
+    "float16": "f2",
+    "bfloat16": "u2",
+    "float8_e4m3fn": "u1",
+    "int8": "i1",
+    "int4": "u1",
+    "uint8": "u1",
+}
 
 
 class PageView:

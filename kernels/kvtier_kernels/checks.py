@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from kvtier.errors import InvalidRequest, LayoutError
-from kvtier.layout import AttentionLayout, Layout
+from kvtier.layout import AttentionLayout, LatentLayout, Layout
 from kvtier_kernels.addressing import check_entries
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -29,7 +29,7 @@ def layouts(all_layouts: Sequence[AttentionLayout], layer: int) -> None:
     within(layer, layout)
 
 
-def within(layer: int, layout: Layout) -> None:
+def within(layer: int, layout: AttentionLayout | LatentLayout) -> None:
     if not 0 <= layer < layout.layers:
         raise InvalidRequest(f"layer {layer} of a layout with {layout.layers} layers")
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvtier.errors import InvalidRequest
 from kvtier.keys import KEY_BYTES, Namespace, chain, split
-from kvtier.layout import AttentionLayout, LatentLayout
+from kvtier.layout import AttentionLayout, EngineLayout, LatentLayout
 
 LAYOUT = AttentionLayout(layers=2, kv_heads=8, head_dim=64)
 SPACE = Namespace(layout=LAYOUT, model="org/model")
@@ -43,6 +43,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "layers": {"layout": AttentionLayout(layers=4, kv_heads=4, head_dim=64)},
     "unit": {"layout": AttentionLayout(layers=2, kv_heads=8, head_dim=64, unit_tokens=64)},
     "latent": {"layout": LatentLayout(layers=2)},
+    "engine": {"layout": EngineLayout(unit_bytes=65536, arrangement="a")},
+    "other arrangement": {"layout": EngineLayout(unit_bytes=65536, arrangement="b")},
 }
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import LayoutError
-from kvtier.layout import ALIGNMENT, AttentionLayout, DType, LatentLayout
+from kvtier.layout import ALIGNMENT, AttentionLayout, DType, EngineLayout, LatentLayout
 
 DTYPES: tuple[DType, ...] = ("float32", "float16", "bfloat16", "float8_e4m3fn", "int8", "int4")
 
@@ -71,6 +71,19 @@ def test_latent_and_attention_never_meet() -> None:
     a, b = AttentionLayout(layers=1, kv_heads=1, head_dim=288), LatentLayout(layers=1)
     assert a.payload_bytes == b.payload_bytes
     assert a.fingerprint() != b.fingerprint()
+
+
+def test_an_engine_keeps_its_own_bytes() -> None:
+    layout = EngineLayout(unit_bytes=5000, arrangement="vllm LBHNC bfloat16 [2, 3, 128]", unit_tokens=128)
+    assert (layout.unit_stride, layout.shape, layout.token_bytes) == (8192, (5000,), 64.0)
+    assert layout.probes() == [0, 4992]
+    assert layout.fingerprint() != EngineLayout(unit_bytes=5000, arrangement="other", unit_tokens=128).fingerprint()
+
+
+@pytest.mark.parametrize("bad", [{"unit_bytes": 7}, {"unit_tokens": 0}, {"arrangement": ""}])
+def test_an_engine_layout_says_what_it_is(bad: dict[str, int]) -> None:
+    with pytest.raises(LayoutError):
+        EngineLayout(**{"unit_bytes": 4096, "arrangement": "x"} | bad)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
