@@ -117,7 +117,8 @@ class Release(Body):
 
 
 class Reserve(Body):
-    """Frames for pages number `first` and on, of which `parent` is the key before; `keys` may be given at commit."""
+    """Frames for pages number `first` and on, of which `parent` is the key before; `keys` may be given at commit, and
+    then, if it is not known yet (b""), `parent` too."""
 
     namespace: int
     tier: str
@@ -142,6 +143,7 @@ class Commit(Body):
     slots: bytes = b""
     keys: bytes = b""
     lease: bool = False
+    parent: bytes = b""
 
 
 class Committed(Body):

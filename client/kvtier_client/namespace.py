@@ -78,9 +78,10 @@ class NamespaceClient:
     ) -> Reservation:
         """Frames for pages `first` to `first + count` whose tokens are not known yet; their keys are given at commit.
 
-        `parent` is the key of the page before, None for the start of a sequence.
+        `parent` is the key of the page before; None where there is none, or it is not known yet either, and then it is
+        given at commit too.
         """
-        return self._reserve(first, count, parent or self.seed, b"", tier, timeout)
+        return self._reserve(first, count, parent or (b"" if first else self.seed), b"", tier, timeout)
 
     def prefetch(self, keys: Sequence[bytes], *, tier: str | None = None) -> int:
         """Start bringing the leading run to `tier` (None: the fastest); how many pages are there or on their way."""

@@ -275,22 +275,35 @@ class Reservation:
                 f"reservation {self.id} is committed or aborted: its frames are not to be written any more"
             )
 
-    def commit(self, slots: Sequence[int] | None = None, *, keys: Sequence[bytes] = (), after: Any = None) -> bytes:
+    def commit(
+        self,
+        slots: Sequence[int] | None = None,
+        *,
+        keys: Sequence[bytes] = (),
+        parent: bytes = b"",
+        after: Any = None,
+    ) -> bytes:
         """Seal and publish `slots` (indices into `pages`; all that are open, if None), written to the last byte.
 
-        `keys` are theirs, in the same order, if the reservation was made without. Returns a status byte each, in that
-        order: GRANTED (published), EXISTS (someone else was first), 3 (the page before it is held no more, so nothing
-        could find it). With `after`, a torch stream or CUDA event, it waits until what that was given so far is done: a
+        `keys` are theirs, in the same order, if the reservation was made without; `parent` is the key of the page before
+        the reservation's first, if it was made without that. Returns a status byte each, in that order: GRANTED
+        (published), EXISTS (someone else was first), ORPHAN (the page before it is held no more, so nothing could find
+        it). With `after`, a torch stream or CUDA event, it waits until what that was given so far is done: a
         page is published only when it is written.
         Raises StaleHandle for a slot that is not open, DaemonLost.
         """
-        return self._commit(slots, keys, after, lease=False)[0]
+        return self._commit(slots, keys, parent, after, lease=False)[0]
 
     def commit_and_lease(
-        self, slots: Sequence[int] | None = None, *, keys: Sequence[bytes] = (), after: Any = None
+        self,
+        slots: Sequence[int] | None = None,
+        *,
+        keys: Sequence[bytes] = (),
+        parent: bytes = b"",
+        after: Any = None,
     ) -> tuple[bytes, Lease]:
-        """As `commit`, and keep what was published leased. A page that EXISTS stays this reservation's own."""
-        return self._commit(slots, keys, after, lease=True)
+        """As `commit`, and keep what was published leased. A page that is not stays this reservation's own, readable."""
+        return self._commit(slots, keys, parent, after, lease=True)
 
     def abort(self, slots: Sequence[int] | None = None) -> None:
         """Give frames back unpublished."""
@@ -313,7 +326,7 @@ class Reservation:
                 pass
 
     def _commit(
-        self, slots: Sequence[int] | None, keys: Sequence[bytes], after: Any, *, lease: bool
+        self, slots: Sequence[int] | None, keys: Sequence[bytes], parent: bytes, after: Any, *, lease: bool
     ) -> tuple[bytes, Lease]:
         if after is not None:
             gpu.event(after).synchronize()
@@ -327,10 +340,10 @@ class Reservation:
                 raise StaleHandle(
                     f"page {slot} of reservation {self.id} is not open: it was committed, or never granted"
                 )
-        body = wire.Commit(self.id, wire.pack_u32(chosen), b"".join(keys), lease)
+        body = wire.Commit(self.id, wire.pack_u32(chosen), b"".join(keys), lease, parent)
         answer = self.namespace.client.on(self.attachment, "commit", body, wire.Committed)
         published = sorted(slot for slot, status in zip(chosen, answer.status, strict=True) if status == GRANTED)
-        kept = {slot for slot, status in zip(chosen, answer.status, strict=True) if lease and status == wire.EXISTS}
+        kept = {slot for slot, status in zip(chosen, answer.status, strict=True) if lease and status != GRANTED}
         self._open.difference_update(set(chosen) - kept)
         handles = wire.pack_handles([self.handles[slot] for slot in published]) if lease else b""
         return answer.status, Lease(self.namespace, self.attachment, answer.lease, handles)

@@ -120,7 +120,8 @@ class Verbs:
             raise InvalidRequest(f"{len(keys)} keys for {body.count} pages")
         if not 0 < body.count <= 1 << 20 or not 0 <= body.first < 1 << 31:
             raise InvalidRequest(f"{body.count} pages from number {body.first} on: out of range")
-        if len(body.parent) != page_keys.KEY_BYTES:
+        unknown = bool(body.first) and not keys and not body.parent  # it is named at commit
+        if not unknown and len(body.parent) != page_keys.KEY_BYTES:
             raise InvalidRequest(
                 "the parent must be the key of the page before, or the namespace's digest for the first"
             )
@@ -150,7 +151,7 @@ class Verbs:
             if bool(slot.key) == bool(keys):
                 raise InvalidRequest("keys are given either at reserve or at commit, not twice and not never")
         if keys:
-            self._name(reservation, dict(zip(slots, keys, strict=True)))
+            self._name(reservation, dict(zip(slots, keys, strict=True)), body.parent)
         order = {slot: at for at, slot in enumerate(slots)}
         slots.sort(key=lambda slot: slot.number)
         status = bytearray(len(slots))
@@ -338,19 +339,22 @@ class Verbs:
                 self.store.give(frame)
             return EXISTS
         parent = tenant.pages.get(slot.parent)
-        slot.frame = None
         first = slot.number == 0 and slot.parent == reservation.namespace.seed
         follows = parent is not None and parent.namespace is reservation.namespace and parent.number == slot.number - 1
         if not first and not follows:
-            self.store.give(frame)
+            if not lease:
+                slot.frame = None
+                self.store.give(frame)
             return ORPHAN
+        slot.frame = None
         self.store.seal(frame, slot.key, reservation.namespace, slot.number, parent, pinned=lease)
         if lease:
             leased.append(frame)
         return GRANTED
 
-    def _name(self, reservation: Reservation, keys: dict[Slot, bytes]) -> None:
-        """Give slots that were reserved without them their keys, and the parents that follow: all or none."""
+    def _name(self, reservation: Reservation, keys: dict[Slot, bytes], parent: bytes) -> None:
+        """Give slots that were reserved without them their keys, and the parents that follow: all or none. `parent` is
+        the key of the page before the reservation, where that was not known when it was made."""
         numbered = {slot.number: slot for slot in reservation.slots}
         parents: dict[Slot, bytes] = {}
         for slot in keys:
@@ -359,6 +363,10 @@ class Verbs:
                 parents[slot] = keys.get(before) or before.key
                 if not parents[slot]:
                     raise InvalidRequest(f"page {slot.number} is committed before page {before.number} has its key")
+            elif not slot.parent:
+                if len(parent) != page_keys.KEY_BYTES:
+                    raise InvalidRequest(f"page {slot.number} needs the key of page {slot.number - 1} as its parent")
+                parents[slot] = parent
         for slot, key in keys.items():
             slot.key = key
             slot.parent = parents.get(slot, slot.parent)

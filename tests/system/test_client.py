@@ -16,7 +16,7 @@ import pytest
 from kvtier import wire
 from kvtier.errors import DaemonLost, ForkedClient, InvalidRequest, OutOfPages, SlabError, StaleHandle
 from kvtier.memory import Mapping
-from kvtier_client import Client, local
+from kvtier_client import GRANTED, ORPHAN, Client, local
 from tests.system.conftest import PATIENCE, ROOT, Daemon, MakeDaemon, eventually
 from tests.system.pages import LAYOUT, chain, fill, holds, put, read, write, wrong
 
@@ -228,6 +228,35 @@ def test_pages_reserved_without_keys_get_those_of_their_slots(daemon: Daemon) ->
         assert not [at for at, page in enumerate(lease) if not holds(page.view, keys[3 + at])]
         lease.release()
     assert read(space, keys) == 6
+
+
+def test_pages_reserved_before_the_page_before_them_is_complete(daemon: Daemon) -> None:
+    space = daemon.space()
+    keys = chain(space, 1, 6)
+    with space.reserve_ahead(0, 3) as first, space.reserve_ahead(3, 3) as then:
+        for page, key in zip([*first, *then], keys, strict=True):
+            fill(page.view, key)
+        first.commit(keys=keys[:3])
+        with pytest.raises(InvalidRequest, match="as its parent"):
+            then.commit([0], keys=[keys[3]])
+        assert list(then.commit([0, 1], keys=keys[3:5], parent=keys[2])) == [0, 0]
+        assert list(then.commit([2], keys=keys[5:])) == [0], "the page before it is of the same reservation"
+    assert read(space, keys) == 6
+
+
+def test_a_page_whose_prefix_went_stays_readable_for_its_writer(daemon: Daemon) -> None:
+    space = daemon.space()
+    keys = chain(space, 1, 2)
+    put(space, keys[:1])
+    with space.reserve(keys, start=1) as reservation:
+        fill(reservation[0].view, keys[1])
+        space.evict(keys[:1])
+        status, lease = reservation.commit_and_lease()
+        assert list(status) == [ORPHAN] and not lease
+        put(space, chain(space, 2, 40))  # whoever takes frames now gets others
+        assert holds(reservation[0].view, keys[1])
+        put(space, keys[:1])
+        assert list(reservation.commit()) == [GRANTED], "and it can be published when its prefix is back"
 
 
 def test_a_page_follows_the_page_before_it(daemon: Daemon) -> None:
