@@ -64,14 +64,22 @@ class NamespaceClient:
         return self.client.submit("borrow", body, finish, timeout=timeout)
 
     def reserve(
-        self, keys: Sequence[bytes], *, start: int = 0, tier: str | None = None, timeout: float = _TIMEOUT
+        self,
+        keys: Sequence[bytes],
+        *,
+        start: int = 0,
+        parent: bytes | None = None,
+        tier: str | None = None,
+        timeout: float = _TIMEOUT,
     ) -> Reservation:
-        """Frames to write the pages `keys[start:]` in, `keys` being the chain from page 0.
+        """Frames to write the pages `keys[start:]` in, `keys` being the chain from page 0. With `parent`, the key of page
+        `start` - 1, `keys` are those from page `start` on only.
 
         `tier` None is the fastest. Raises OutOfPages when not one frame came free in time, DaemonLost.
         """
-        parent = keys[start - 1] if start else self.seed
-        return self._reserve(start, len(keys) - start, parent, b"".join(keys[start:]), tier, timeout)
+        if parent is None:
+            parent, keys = keys[start - 1] if start else self.seed, keys[start:]
+        return self._reserve(start, len(keys), parent, b"".join(keys), tier, timeout)
 
     def reserve_ahead(
         self, first: int, count: int, parent: bytes | None = None, *, tier: str | None = None, timeout: float = _TIMEOUT

@@ -59,6 +59,12 @@ class PageView:
         self.holder.require()
         return self.holder.attachment.mapping(self.handle.slab).address + self.handle.offset
 
+    @property
+    def device_address(self) -> int:
+        """As `address`, for kernels and copies of this client's GPU: host memory is pinned at first use."""
+        self.holder.require()
+        return self.holder.attachment.device_address(self.handle.slab) + self.handle.offset
+
     def __repr__(self) -> str:
         slab, _, offset, length = self.handle
         return f"<PageView: {length} bytes at {offset} of slab {slab}>"

@@ -259,6 +259,18 @@ def test_a_page_whose_prefix_went_stays_readable_for_its_writer(daemon: Daemon) 
         assert list(reservation.commit()) == [GRANTED], "and it can be published when its prefix is back"
 
 
+def test_pages_in_the_middle_of_a_chain_are_reserved_by_their_own_keys_and_their_parents(daemon: Daemon) -> None:
+    space = daemon.space()
+    keys = chain(space, 12, 6)
+    put(space, keys[:3])
+    with space.reserve(keys[3:], start=3, parent=keys[2]) as reservation:
+        assert reservation.numbers == [3, 4, 5]
+        for number, page in zip(reservation.numbers, reservation.pages, strict=True):
+            fill(page.view, keys[number])
+        assert reservation.commit() == bytes([GRANTED] * 3)
+    assert read(space, keys) == 6
+
+
 def test_a_page_follows_the_page_before_it(daemon: Daemon) -> None:
     space, other = daemon.space(), daemon.space("other")
     keys, foreign = chain(space, 1, 6), chain(other, 1, 6)
