@@ -339,15 +339,18 @@ class Verbs:
                 self.store.give(frame)
             return EXISTS
         parent = tenant.pages.get(slot.parent)
-        first = slot.number == 0 and slot.parent == reservation.namespace.seed
-        follows = parent is not None and parent.namespace is reservation.namespace and parent.number == slot.number - 1
-        if not first and not follows:
+        space, number = reservation.namespace, slot.number
+        follows = parent is not None and parent.namespace is space
+        if follows and not space.schedule.top_order:
+            number = parent.number + 1  # pages of one size: what the writer took it for decides nothing
+        first = number == 0 and slot.parent == space.seed
+        if not first and not (follows and parent.number == number - 1):
             if not lease:
                 slot.frame = None
                 self.store.give(frame)
             return ORPHAN
         slot.frame = None
-        self.store.seal(frame, slot.key, reservation.namespace, slot.number, parent, pinned=lease)
+        self.store.seal(frame, slot.key, space, number, parent, pinned=lease)
         if lease:
             leased.append(frame)
         return GRANTED

@@ -271,6 +271,24 @@ def test_pages_in_the_middle_of_a_chain_are_reserved_by_their_own_keys_and_their
     assert read(space, keys) == 6
 
 
+def test_pages_of_one_size_need_not_know_their_numbers(daemon: Daemon) -> None:
+    space, other = daemon.space(cap_tokens=16), daemon.space()
+    keys, sized = chain(space, 1, 40), chain(other, 1, 40)
+    put(space, keys[:20])
+    put(other, sized[:20])
+    for pages, own, expected in ((space, keys, GRANTED), (other, sized, ORPHAN)):
+        with pages.reserve(own[20:], start=1, parent=own[19]) as reservation:
+            for page, key in zip(reservation, own[20:], strict=True):
+                fill(page.view, key)
+            assert set(reservation.commit()) == {expected}
+    assert read(space, keys) == 40
+    assert read(other, sized) == 20
+    (listed,) = [one for one in space.client.inventory()["namespaces"] if one["digest"] == space.seed.hex()]
+    assert listed["pages"] == 40
+    numbers = [page["number"] for page in space.client.inventory(space.seed)["pages"]]
+    assert sorted(numbers) == list(range(40))
+
+
 def test_a_page_follows_the_page_before_it(daemon: Daemon) -> None:
     space, other = daemon.space(), daemon.space("other")
     keys, foreign = chain(space, 1, 6), chain(other, 1, 6)
