@@ -338,13 +338,14 @@ class Verbs:
                 slot.frame = None
                 self.store.give(frame)
             return EXISTS
-        parent = tenant.pages.get(slot.parent)
-        space, number = reservation.namespace, slot.number
-        follows = parent is not None and parent.namespace is space
-        if follows and not space.schedule.top_order:
-            number = parent.number + 1  # pages of one size: what the writer took it for decides nothing
-        first = number == 0 and slot.parent == space.seed
-        if not first and not (follows and parent.number == number - 1):
+        parent, space, number = tenant.pages.get(slot.parent), reservation.namespace, slot.number
+        if parent is None or parent.namespace is not space:
+            reachable = number == 0 and slot.parent == space.seed
+        else:
+            if not space.schedule.top_order:
+                number = parent.number + 1  # pages of one size: what the writer took it for decides nothing
+            reachable = parent.number == number - 1
+        if not reachable:
             if not lease:
                 slot.frame = None
                 self.store.give(frame)
