@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from core import PAGE, Row, bare_disk, daemon, run, say
 
-from kvtier_client import AttentionLayout, Client, NamespaceClient
+from kvtier_client import AttentionLayout, Client, NamespaceClient, Reservation
 
 GIB = 1 << 30
 LLAMA_70B_TP8 = AttentionLayout(layers=80, kv_heads=1, head_dim=128, dtype="bfloat16")
+LLAMA_70B = AttentionLayout(layers=80, kv_heads=8, head_dim=128, dtype="bfloat16")
 SETTINGS = ("tiers.host.slab=512MiB", "tiers.host.write_queue=64GiB")
 
 
@@ -70,54 +71,78 @@ def wait(client: Client, tier: int, pages: int) -> None:
         time.sleep(0.0005)
 
 
-def moves(directory: Path, limit: dict[str, float], layout: AttentionLayout, cap: int, pages: int) -> list[Row]:
-    """Promotion and demotion of `pages` pages, one way and both at once."""
-    size = layout.unit_stride * cap // 16
+def moves(directory: Path, limit: dict[str, float], layout: AttentionLayout, pages: int) -> list[Row]:
+    """Promotion and demotion of 16 chains of `pages` pages together, one way and both at once, asked for as several
+    workers do: with all requests under way at a time. And one way by a single request for as many."""
+    size = layout.unit_stride
     name = f"{size >> 20} MiB pages"
     say(f"moves of {pages} {name}")
     total = pages * size
+    each = pages // 16
     hbm = 3 * total // GIB + 2
     with daemon(directory, *SETTINGS, host=f"{hbm + 2}GiB", first=gpu(f"{hbm}GiB")) as running:
         client = Client(running.endpoint, device=0)
-        space = client.namespace(layout, model="bench", cap_tokens=cap)
-        skip = space.schedule.pages(16 * cap) if cap > 16 else 0  # pages before the cap is reached are smaller
-        chain = lambda seed: space.keys([seed] * (space.schedule.span(skip + pages - 1).stop))
+        space = client.namespace(layout, model="bench", cap_tokens=16)
 
-        figures: dict[str, list[float]] = {"up": [], "down": [], "both": []}
+        def chains(seed: int) -> list[list[bytes]]:
+            return [space.keys([seed, number] * (8 * each)) for number in range(16)]
+
+        def write(chain: list[bytes]) -> Reservation:
+            reservation = space.reserve(chain, tier="hbm", timeout=60)
+            assert len(reservation) == each
+            for page in reservation:
+                page.torch().view(torch.uint8).fill_(7)
+            return reservation
+
+        def lent(chains: list[list[bytes]], tier: str) -> None:
+            """Borrow them all, at once."""
+            pending = [space.submit_borrow(chain, tier=tier, timeout=60) for chain in chains]
+            leases = [borrow.result() for borrow in pending]
+            assert all(len(lease) == each for lease in leases)
+            for lease in leases:
+                lease.release()
+
+        figures: dict[str, list[float]] = {"up": [], "down": [], "both": [], "one": []}
         for turn in range(4):
-            first, second = chain(10 + turn), chain(50 + turn)
-            store(space, first, "host")
+            first, second, whole = chains(10 + turn), chains(50 + turn), space.keys([90 + turn] * 16 * pages)
+            for chain in first:
+                store(space, chain, "host")
             started = time.perf_counter()
-            with space.borrow(first, tier="cuda", timeout=60) as lease:
-                up = total / (time.perf_counter() - started) / 1e9
-                assert len(lease) == len(first)
-            with space.reserve(second, tier="hbm", timeout=60) as reservation:
-                for page in reservation:
-                    page.torch().view(torch.uint8).fill_(turn)
-                torch.cuda.synchronize()
-                held = client.stats()["tiers"][1]["pages"]
-                started = time.perf_counter()
+            lent(first, "cuda")
+            up = total / (time.perf_counter() - started) / 1e9
+            reservations = [write(chain) for chain in second]
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            for reservation in reservations:
                 reservation.commit()
-            wait(client, 1, held + len(second))
+            lent(second, "host")
             down = total / (time.perf_counter() - started) / 1e9
             space.evict()
-            store(space, first, "host")
-            with space.reserve(second, tier="hbm", timeout=60) as reservation:
-                torch.cuda.synchronize()
-                held = client.stats()["tiers"][1]["pages"]
-                started = time.perf_counter()
+            for chain in first:
+                store(space, chain, "host")
+            reservations = [write(chain) for chain in second]
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            pending = []
+            for chain, reservation in zip(first, reservations, strict=True):
+                pending.append(space.submit_borrow(chain, tier="cuda", timeout=60))
                 reservation.commit()
-            with space.borrow(first, tier="cuda", timeout=60):
-                pass
-            wait(client, 1, held + len(second))
+            lent(second, "host")
+            for borrow in pending:
+                borrow.result().release()
             both = 2 * total / (time.perf_counter() - started) / 1e9
             space.evict()
+            store(space, whole, "host")
+            started = time.perf_counter()
+            space.borrow(whole, tier="cuda", timeout=60).release()
+            one = total / (time.perf_counter() - started) / 1e9
+            space.evict()
             if turn:  # the first makes the slabs
-                for key, value in (("up", up), ("down", down), ("both", both)):
+                for key, value in (("up", up), ("down", down), ("both", both), ("one", one)):
                     figures[key].append(value)
     middle = {key: statistics.median(values) for key, values in figures.items()}
     asked = {"up": 0.95, "down": 0.95, "both": 0.93}
-    return [
+    rows = [
         Row(
             f"{text}, {name}",
             middle[key],
@@ -127,6 +152,10 @@ def moves(directory: Path, limit: dict[str, float], layout: AttentionLayout, cap
             middle[key] >= asked[key] * limit[key],
         )
         for key, text in (("up", "host -> HBM"), ("down", "HBM -> host"), ("both", "both at once"))
+    ]
+    return [
+        *rows,
+        Row(f"one borrow of {pages} pages, host -> HBM", middle["one"], limit["up"], "GB/s (as above)", "", True),
     ]
 
 
@@ -247,8 +276,8 @@ def main() -> int:
         benches: list[Callable[[], list[Row]]] = [
             lambda: borrows(place),
             lambda: prefix(place),
-            lambda: moves(place, limit, PAGE, 16, 1024),
-            lambda: moves(place, limit, LLAMA_70B_TP8, 256, 256),
+            lambda: moves(place, limit, PAGE, 2048),
+            lambda: moves(place, limit, LLAMA_70B, 800),
             lambda: disk(place),
         ]
         return run(benches, given.json)

@@ -3,12 +3,12 @@
 One thread a GPU makes all of that GPU's driver calls, in that GPU's own context. Copies are asynchronous, on a stream a
 direction, so that promotion and demotion run at once; frames that lie side by side at both ends go as one. Their events
 are asked, never waited for, while more is to be started; a frame is reported only when its event has passed.
+The calls themselves are in `kvtier_daemon.streams`.
 """
 
 from __future__ import annotations
 
 import heapq
-import importlib
 import logging
 import time
 from collections import deque
@@ -24,11 +24,16 @@ from kvtier_daemon.lanes import Lane
 from kvtier_daemon.media import Medium
 from kvtier_daemon.slabs import Frame
 from kvtier_daemon.store import MediumLost
+from kvtier_daemon.streams import MOST, Stream
 
 log = logging.getLogger(__name__)
 
 _WINDOW = 256 << 20
 """Bytes under way in one direction: enough to keep the link busy, little enough for a borrow not to wait long."""
+_MARKED = 4 << 20
+"""Bytes after which an event is due: often enough for those who wait, seldom enough for pages of a few KiB."""
+_LONGEST = 32 << 20
+"""Bytes that one copy moves at most: a copy costs the link 3 us, and what waits for its end waits for all of it."""
 _DIRECTIONS = ("up", "down", "peer")
 _POLL = 20e-6
 """Seconds between two looks at the events while nothing else is to be done."""
@@ -100,77 +105,85 @@ class StreamLane(Lane):
         self.medium = medium
         self.report = report
         self.media = media
-        self.streams: dict[str, Any] = {}
-        self.under_way: dict[str, deque[tuple[Any, list[Copy], float, int]]] = {}
-        self.bytes: dict[str, int] = {}
+        self.streams: dict[str, Stream] = {}
+        self.under_way: dict[str, deque[tuple[Any, list[Copy], float, int]]] = {
+            direction: deque() for direction in _DIRECTIONS
+        }
+        """By direction: (event, the copies that it ends, when they were started, their bytes), oldest first."""
+        self.bytes = dict.fromkeys(_DIRECTIONS, 0)
+        self.copies = dict.fromkeys(_DIRECTIONS, 0)
+        self._waiting: dict[str, list[tuple[int, int, Copy]]] = {direction: [] for direction in _DIRECTIONS}
         super().__init__(medium.name, 1, lambda jobs: None)
 
     def _loop(self) -> None:
-        cupy_cuda = importlib.import_module("cupy").cuda
         lost: Exception | None = None
         try:
             device.use(self.medium.gpu.ordinal)
-            self.streams = {direction: cupy_cuda.Stream(non_blocking=True) for direction in _DIRECTIONS}
+            self.streams = {direction: Stream() for direction in _DIRECTIONS}
         except Exception as error:  # noqa: BLE001 (every job that comes is told)
             lost = MediumLost(f"tier {self.medium.name}: the GPU {self.medium.gpu.uuid} cannot be used ({error})")
             log.error("%s; the other tiers serve on", lost)
-        self.under_way = {direction: deque() for direction in _DIRECTIONS}
-        self.bytes = dict.fromkeys(_DIRECTIONS, 0)
         while True:
             busy = any(self.under_way.values())
-            jobs = self._take(wait=not busy)
-            if jobs is None and not busy:
+            due = self._take(wait=not busy)
+            if due is None and not busy:
                 return
-            if jobs and lost is not None:
-                for job in jobs:
+            slabs, copies = due or ([], {})
+            if lost is not None:
+                given_up = [*slabs, *(job for jobs in copies.values() for job in jobs)]
+                for job in given_up:
                     job.error = lost
-                self.report(jobs)
-            elif jobs:
-                self._run(cupy_cuda, jobs)
-            if not self._reap() and not jobs and busy:
+                self.report(given_up)
+                continue
+            if slabs:
+                self._change(slabs)
+            for direction, jobs in copies.items():
+                self._start_copies(direction, jobs)
+            if not self._reap() and not slabs and not copies and busy:
                 time.sleep(_POLL)
 
-    def _take(self, *, wait: bool) -> list[Job] | None:
-        """Jobs to start now; None if the lane stops."""
+    def submit(self, jobs: list[tuple[int, Job]]) -> None:
+        """As a lane does; a direction that is busy keeps no other waiting."""
         with self._ready:
-            while wait and not self._queue and not self._stopping:
+            for urgency, job in jobs:
+                queue = self._waiting[self._direction(job)] if isinstance(job, Copy) else self._queue
+                heapq.heappush(queue, (urgency, next(self._order), job))
+            self._ready.notify()
+
+    def __len__(self) -> int:
+        return len(self._queue) + sum(map(len, self._waiting.values()))
+
+    def _take(self, *, wait: bool) -> tuple[list[Job], dict[str, list[Copy]]] | None:
+        """Slab jobs, and copies by direction, to start now; None if the lane stops."""
+        with self._ready:
+            while wait and not self._stopping and not len(self):
                 self._ready.wait()
             if self._stopping:
                 return None
-            jobs: list[Job] = []
-            held: list[tuple[int, int, Job]] = []
-            room = {direction: _WINDOW - under_way for direction, under_way in self.bytes.items()}
-            while self._queue and len(jobs) < 256:
-                entry = heapq.heappop(self._queue)
-                job = entry[2]
-                if job.taken:
-                    continue
-                if isinstance(job, Copy):
-                    direction = self._direction(job)
-                    if room[direction] <= 0:
-                        held.append(entry)
-                        if len(held) > 64:
-                            break
-                        continue
-                    room[direction] -= job.target.nbytes
-                job.taken = True
-                jobs.append(job)
-            for entry in held:
-                heapq.heappush(self._queue, entry)
-            return jobs
+            slabs = [job for _, _, job in self._queue]
+            self._queue.clear()
+            copies: dict[str, list[Copy]] = {}
+            for direction, queue in self._waiting.items():
+                room, places = _WINDOW - self.bytes[direction], MOST - self.copies[direction]
+                taken: list[Copy] = []
+                while queue and room > 0 and len(taken) < places:
+                    job = heapq.heappop(queue)[2]
+                    if not job.taken:  # a hurried one stands in the queue twice
+                        job.taken = True
+                        room -= job.target.nbytes
+                        taken.append(job)
+                if taken:
+                    copies[direction] = taken
+            return slabs, copies
 
     def _direction(self, job: Copy) -> str:
         if not job.target.tier.device:
             return "down"
         return "peer" if job.source.tier.device else "up"
 
-    def _run(self, cupy_cuda: Any, jobs: list[Job]) -> None:
-        """Start what is asked for; slabs are made and unmade on the spot."""
-        copies: dict[str, list[Copy]] = {}
+    def _change(self, jobs: list[Job]) -> None:
+        """Make and unmake slabs, on the spot."""
         for job in jobs:
-            if isinstance(job, Copy):
-                copies.setdefault(self._direction(job), []).append(job)
-                continue
             started = time.monotonic()
             try:
                 if isinstance(job, Grow):
@@ -182,27 +195,40 @@ class StreamLane(Lane):
                 log.warning("%s", job.error)
             job.seconds = time.monotonic() - started
             self.report([job])
-        for direction, group in copies.items():
-            self._start_copies(cupy_cuda, direction, group)
 
-    def _start_copies(self, cupy_cuda: Any, direction: str, jobs: list[Copy]) -> None:
-        cuda = device.runtime()
+    def _start_copies(self, direction: str, jobs: list[Copy]) -> None:
         stream = self.streams[direction]
         started = time.monotonic()
-        for run in adjacent(jobs):
+        group: list[Copy] = []
+        unmarked = 0
+        for run in adjacent(jobs, _LONGEST):
             first = run[0]
             source = self.media[first.source.tier.index].address(first.source)
             target = self.media[first.target.tier.index].address(first.target)
             nbytes = len(run) * first.target.nbytes
             try:
-                cuda.memcpyAsync(target, source, nbytes, cuda.memcpyDefault, stream.ptr)
-                event = cupy_cuda.Event(disable_timing=True)
-                event.record(stream)
+                stream.copy(target, source, nbytes)
             except Exception as error:  # noqa: BLE001
-                self._fail(list(run), error, started)
+                self._fail(run, error, started)
                 continue
-            self.under_way[direction].append((event, run, started, nbytes))
-            self.bytes[direction] += nbytes
+            group += run
+            unmarked += nbytes
+            if unmarked >= _MARKED:
+                self._mark(direction, group, unmarked, started)
+                group, unmarked = [], 0
+        if group:
+            self._mark(direction, group, unmarked, started)
+
+    def _mark(self, direction: str, jobs: list[Copy], nbytes: int, started: float) -> None:
+        """`jobs` are under way, to be reported when all that was started is done."""
+        try:
+            event = self.streams[direction].mark()
+        except Exception as error:  # noqa: BLE001
+            self._fail(jobs, error, started)
+            return
+        self.under_way[direction].append((event, jobs, started, nbytes))
+        self.bytes[direction] += nbytes
+        self.copies[direction] += len(jobs)
 
     def _reap(self) -> bool:
         """Report the copies whose event has passed; whether there were any."""
@@ -210,16 +236,18 @@ class StreamLane(Lane):
         for direction, queue in self.under_way.items():
             while queue:
                 event, run, started, nbytes = queue[0]
+                failed: Exception | None = None
                 try:
-                    if not event.done:
+                    if not self.streams[direction].passed(event):
                         break
                 except Exception as error:  # noqa: BLE001
-                    queue.popleft()
-                    self.bytes[direction] -= nbytes
-                    self._fail(run, error, started)
-                    continue
+                    failed = error
                 queue.popleft()
                 self.bytes[direction] -= nbytes
+                self.copies[direction] -= len(run)
+                if failed is not None:
+                    self._fail(run, failed, started)
+                    continue
                 now = time.monotonic()
                 for job in run:
                     job.seconds = (now - started) / len(run)
@@ -244,8 +272,8 @@ class StreamLane(Lane):
         return error
 
 
-def adjacent(jobs: list[Copy]) -> list[list[Copy]]:
-    """`jobs`, in their order, in runs that lie side by side at both ends, so that one copy moves a run."""
+def adjacent(jobs: list[Copy], most: int) -> list[list[Copy]]:
+    """`jobs`, in their order, in runs of up to `most` bytes that lie side by side at both ends: one copy moves a run."""
     runs: list[list[Copy]] = []
     run: list[Copy] = []
     source = target = None
@@ -258,6 +286,7 @@ def adjacent(jobs: list[Copy]) -> list[list[Copy]]:
             and into.index == target.index + 1
             and after.slab is source.slab
             and into.slab is target.slab
+            and (len(run) + 1) * into.nbytes <= most
         ):
             run.append(job)
         else:

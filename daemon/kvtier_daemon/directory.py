@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class OpenNamespace:
     """A namespace as this daemon knows it: `id` is what requests name it by, `seed` its digest."""
 
-    __slots__ = ("borrowed", "id", "pages", "schedule", "seed", "sizes", "spec", "tenant")
+    __slots__ = ("borrowed", "id", "orders", "pages", "schedule", "seed", "sizes", "spec", "tenant")
 
     def __init__(self, namespace_id: int, tenant: Tenant, spec: Namespace) -> None:
         self.id = namespace_id
@@ -31,12 +31,14 @@ class OpenNamespace:
         self.seed = spec.digest()
         self.schedule = spec.schedule
         self.sizes = [spec.page_bytes(order) for order in range(self.schedule.top_order + 1)]
+        self.orders = bytes(map(self.schedule.order, range(self.schedule.pages(17 * self.schedule.cap_tokens))))
+        """By page number, for all pages up to the first few of the top order."""
         self.pages = 0
         self.borrowed = 0
 
     def page_bytes(self, number: int) -> int:
         """Of the frame that page `number` needs."""
-        return self.sizes[self.schedule.order(number)]
+        return self.sizes[self.orders[number] if number < len(self.orders) else -1]
 
 
 class Page:
@@ -59,8 +61,9 @@ class Page:
 
     @property
     def tokens(self) -> int:
-        schedule = self.namespace.schedule
-        return schedule.unit_tokens << schedule.order(self.number)
+        namespace = self.namespace
+        order = namespace.orders[self.number] if self.number < len(namespace.orders) else namespace.schedule.top_order
+        return namespace.schedule.unit_tokens << order
 
     def ready(self) -> Frame | None:
         """Its replica in the fastest tier that has one."""
@@ -81,7 +84,8 @@ class Page:
         index = frame.tier.index
         frame.page = self
         self.frames[index] = frame
-        frame.kids = sum(kid.frames[index] is not None for kid in self.kids())
+        if self.children is not None:
+            frame.kids = sum(kid.frames[index] is not None for kid in self.kids())
         if self.parent is not None and not self.gone:
             above = self.parent.frames[index]
             if above is not None:

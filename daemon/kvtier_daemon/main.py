@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -20,6 +21,9 @@ log = logging.getLogger(__name__)
 
 _SWITCH = 5e-4
 """Seconds that a mover waits at most for the interpreter lock to start the next copy; Python's own 5 ms idles a link."""
+_COLLECTIONS = (20_000, 20, 100_000)
+"""When Python looks for garbage that names itself. The store makes none, and looking through all of it would hold every
+request up for a moment that grows with the number of pages: next to never, then."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         limit = logs.setup(config.log_level, config.log_format)
         _raise_descriptor_limit()
         sys.setswitchinterval(_SWITCH)
+        gc.set_threshold(*_COLLECTIONS)
         notifier = Notifier()
         daemon = Daemon(config, notifier)
         daemon.reread = lambda: settings.load(given.config, flags=flags, tiers=config.tiers)

@@ -190,6 +190,7 @@ class SlabClass:
         self.counts[State.FREE] -= len(slab.frames)
         if not slab.leaving:
             self.free = [frame for frame in self.free if frame.slab is not slab]
+        slab.frames = []  # frames name their slab: what names each other is freed by a full collection alone
 
     def vacate(self, slab: Slab) -> None:
         """From now on, frames of `slab` that come free stay empty."""

@@ -176,7 +176,7 @@ class Store:
         frame = page.frames[tier.index]
         if frame is not None:
             job = self.copying.get(frame)
-            if job is not None and job.priority > priority:
+            if job is not None and job.priority > priority and not job.taken:
                 job.priority = priority
                 self._hand_over(job)
             return frame

@@ -109,7 +109,7 @@ def test_frames_side_by_side_at_both_ends_go_as_one_copy() -> None:
         for page, first, second in zip(pages, source, target, strict=True)
         if first is not None and second is not None
     ]
-    runs = adjacent(copies)
+    runs = adjacent(copies, 1 << 30)
     assert sum(map(len, runs)) == 4
     assert max(map(len, runs)) > 1, "pages of one chain lie side by side"
     for run in runs:
@@ -117,4 +117,4 @@ def test_frames_side_by_side_at_both_ends_go_as_one_copy() -> None:
             for end in ("source", "target"):
                 one, other = getattr(before, end), getattr(after, end)
                 assert other.slab is one.slab and other.offset == one.offset + UNIT
-    assert [len(run) for run in adjacent(copies[::-1])] == [1] * 4
+    assert [len(run) for run in adjacent(copies[::-1], 1 << 30)] == [1] * 4

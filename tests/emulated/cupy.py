@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import struct
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,30 +98,21 @@ def _unregister(address: int) -> None:
         raise CUDARuntimeError(713, "not registered")
 
 
-def _memcpy(target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
-    ctypes.memmove(target, source, nbytes)
-
-
 class Stream:
-    ptr = 0
+    """In place of `kvtier_daemon.streams.Stream`, which calls the driver itself."""
 
-    def __init__(self, non_blocking: bool = False) -> None:
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        ctypes.memmove(target, source, nbytes)
+
+    def mark(self) -> None:
         pass
 
-
-class Event:
-    done = True
-
-    def __init__(self, disable_timing: bool = False) -> None:
-        pass
-
-    def record(self, stream: Stream) -> None:
-        pass
+    def passed(self, event: None) -> bool:
+        return True
 
 
 runtime = SimpleNamespace(
     CUDARuntimeError=CUDARuntimeError,
-    memcpyDefault=4,
     getDeviceCount=lambda: len(_visible()),
     getDeviceProperties=_properties,
     setDevice=lambda ordinal: None,
@@ -135,6 +127,7 @@ runtime = SimpleNamespace(
     hostUnregister=_unregister,
     deviceCanAccessPeer=lambda one, other: os.environ.get("KVTIER_EMULATED_PEERS", "1") == "1",
     deviceEnablePeerAccess=lambda other: None,
-    memcpyAsync=_memcpy,
 )
-cuda = SimpleNamespace(runtime=runtime, Stream=Stream, Event=Event)
+cuda = SimpleNamespace(runtime=runtime)
+if "kvtier_daemon.cuda" in sys.modules:
+    sys.modules["kvtier_daemon.cuda"].Stream = Stream  # type: ignore[attr-defined]
