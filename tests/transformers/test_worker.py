@@ -1,0 +1,111 @@
+"""The worker says what plain `generate` says, token for token, however its pages come and go."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.errors import InvalidRequest
+from kvtier_client.transformers import Sampling, Worker
+from tests.transformers.conftest import Plain, run, said
+
+STORY = "Once upon a time a small dog found a map in the garden. It showed a river, a tower and a red door. "
+COUNT = 24
+
+
+def test_cold_prompts_of_unequal_lengths_run_together(smol: Plain, worker: Worker) -> None:
+    prompts = [smol.tokens(text) for text in ("The capital of France is", STORY * 6, "def fibonacci(n):", STORY)]
+    requests = [worker.submit(prompt, Sampling(max_tokens=COUNT)) for prompt in prompts]
+    run(worker)
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert said(request) == [smol.says(prompt, COUNT)]
+        assert request.cached_tokens == 0 and request.prompt_tokens == len(prompt)
+    assert worker.counters["steps"] <= COUNT + 4, "they did not run together"
+
+
+def test_what_one_request_computed_the_next_one_borrows(smol: Plain, worker: Worker) -> None:
+    prompt = smol.tokens(STORY * 4)
+    first = worker.submit(prompt, Sampling(max_tokens=COUNT))
+    run(worker)
+    again = worker.submit(prompt, Sampling(max_tokens=COUNT))
+    longer = worker.submit(prompt + smol.tokens(" Then"), Sampling(max_tokens=COUNT))
+    part = worker.submit(prompt[:50] + smol.tokens(" never"), Sampling(max_tokens=COUNT))
+    run(worker)
+    whole = (len(prompt) - 1) // 16 * 16
+    assert (first.cached_tokens, again.cached_tokens, part.cached_tokens) == (0, whole, 48)
+    assert longer.cached_tokens >= whole
+    assert said(first) == said(again) == [smol.says(prompt, COUNT)]
+    for request in (longer, part):
+        assert said(request) == [smol.says(request.prompt, COUNT)]
+
+
+def test_an_answer_is_borrowed_by_the_turn_that_follows(smol: Plain, worker: Worker) -> None:
+    prompt = smol.tokens(STORY)
+    answer = said_by(worker, prompt)
+    turn = prompt + answer + smol.tokens(" And so")
+    request = worker.submit(turn, Sampling(max_tokens=COUNT))
+    run(worker)
+    assert request.cached_tokens >= (len(prompt) + COUNT - 1) // 16 * 16
+    assert said(request) == [smol.says(turn, COUNT)]
+
+
+def test_a_prompt_is_prefilled_in_chunks(smol: Plain, worker: Worker) -> None:
+    worker.step_tokens = 37
+    prompt, short = smol.tokens(STORY * 5), smol.tokens("Two plus two is")
+    requests = [worker.submit(tokens, Sampling(max_tokens=COUNT)) for tokens in (prompt, short)]
+    run(worker)
+    assert [said(request) for request in requests] == [[smol.says(prompt, COUNT)], [smol.says(short, COUNT)]]
+    assert worker.counters["steps"] > len(prompt) // 37
+
+
+def test_samples_share_the_prompt_and_part_with_their_first_token(smol: Plain, worker: Worker) -> None:
+    prompt = smol.tokens(STORY * 2)
+    request = worker.submit(prompt, Sampling(max_tokens=COUNT, n=3))
+    run(worker)
+    assert said(request) == [smol.says(prompt, COUNT)] * 3
+    assert request.finish == ["length"] * 3
+    assert worker.counters["prefilled"] == len(prompt), "the prompt was computed once"
+    drawn = worker.submit(prompt, Sampling(max_tokens=COUNT, n=3, temperature=1.0, seed=7))
+    single = worker.submit(prompt, Sampling(max_tokens=COUNT, temperature=1.0, seed=8))
+    run(worker)
+    samples = said(drawn)
+    assert samples[0] != samples[1] != samples[2]
+    assert samples[1] == said(single)[0], "sample i is drawn from seed + i, whatever runs beside it"
+
+
+def test_streaming_and_a_thread_of_its_own(smol: Plain, worker: Worker) -> None:
+    prompt = smol.tokens(STORY)
+    worker.start()
+    seen: list[int] = []
+    request = worker.submit(prompt, Sampling(max_tokens=COUNT))
+    for token in request:
+        assert request.finish == [None] or len(seen) >= COUNT - 2, "it came while the rest was computed"
+        seen.append(token.token)
+    assert seen == smol.says(prompt, COUNT)
+    assert list(request) == [], "an iteration that is over stays over"
+
+
+def test_cancelling_frees_all_that_was_held(smol: Plain, worker: Worker) -> None:
+    prompt = smol.tokens(STORY * 3)
+    running, waiting = (worker.submit(prompt, Sampling(max_tokens=400, n=2)) for _ in range(2))
+    for _ in range(40):
+        worker.step()
+    running.cancel()
+    waiting.cancel()
+    run(worker)
+    for request in (running, waiting):
+        assert request.finish == ["cancelled"] * 2
+        list(request)
+
+
+def test_what_cannot_be_served_is_refused(smol: Plain, worker: Worker) -> None:
+    for tokens, samples in (([], 1), ([1 << 20], 1), ([-1], 1), ([5] * 9000, 1), ([5], 1000)):
+        with pytest.raises(InvalidRequest):
+            worker.submit(tokens, Sampling(n=samples))
+    with pytest.raises(InvalidRequest, match="temperature"):
+        Sampling(temperature=-1)
+
+
+def said_by(worker: Worker, prompt: list[int]) -> list[int]:
+    request = worker.submit(prompt, Sampling(max_tokens=COUNT))
+    run(worker)
+    return said(request)[0]
