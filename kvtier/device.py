@@ -15,6 +15,7 @@ import uuid
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvtier import driver
 from kvtier.errors import KvtierError
 
 REGISTER_CHUNK = 64 << 30
@@ -56,12 +57,12 @@ def devices() -> list[Device]:
     cuda = runtime()
     try:
         count = cuda.getDeviceCount()
-    except cuda.CUDARuntimeError as error:
+        identities = [f"GPU-{uuid.UUID(bytes=driver.device_uuid(ordinal))}" for ordinal in range(count)]
+    except (cuda.CUDARuntimeError, driver.DriverError, OSError) as error:
         raise CudaUnavailable(f"no GPU can be used: {error}; check the driver with nvidia-smi") from error
     found = []
-    for ordinal in range(count):
+    for ordinal, identity in enumerate(identities):
         properties = cuda.getDeviceProperties(ordinal)
-        identity = f"GPU-{uuid.UUID(bytes=bytes(properties['uuid']))}"
         bus = f"{properties['pciDomainID']:04x}:{properties['pciBusID']:02x}:{properties['pciDeviceID']:02x}.0"
         name = properties["name"]
         found.append(

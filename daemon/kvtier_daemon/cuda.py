@@ -146,7 +146,7 @@ class StreamLane(Lane):
         """As a lane does; a direction that is busy keeps no other waiting."""
         with self._ready:
             for urgency, job in jobs:
-                queue = self._waiting[self._direction(job)] if isinstance(job, Copy) else self._queue
+                queue: list[Any] = self._waiting[self._direction(job)] if isinstance(job, Copy) else self._queue
                 heapq.heappush(queue, (urgency, next(self._order), job))
             self._ready.notify()
 

@@ -78,7 +78,6 @@ def _close_handle(address: int) -> None:
 def _properties(ordinal: int) -> dict[str, Any]:
     gpu = _visible()[ordinal]
     return {
-        "uuid": _UUID.pack(0xE0, gpu),
         "name": b"emulated",
         "totalGlobalMem": 1 << 34,
         "pciDomainID": 0,
@@ -98,17 +97,38 @@ def _unregister(address: int) -> None:
         raise CUDARuntimeError(713, "not registered")
 
 
-class Stream:
-    """In place of `kvtier_daemon.streams.Stream`, which calls the driver itself."""
+class _Driver:
+    """In place of the driver's library. What it would write through a pointer is written into what `byref` was given."""
 
-    def copy(self, target: int, source: int, nbytes: int) -> None:
+    def cuInit(self, flags: int) -> int:
+        return 0
+
+    def cuDeviceGet(self, device: Any, ordinal: int) -> int:
+        device._obj.value = _visible()[ordinal]
+        return 0
+
+    def cuDeviceGetUuid_v2(self, identity: Any, device: ctypes.c_int) -> int:
+        identity.raw = _UUID.pack(0xE0, device.value)
+        return 0
+
+    def cuStreamCreate(self, stream: Any, flags: int) -> int:
+        stream._obj.value = 1
+        return 0
+
+    def cuMemcpyAsync(self, target: int, source: int, nbytes: int, stream: Any) -> int:
+        assert stream.value
         ctypes.memmove(target, source, nbytes)
+        return 0
 
-    def mark(self) -> None:
-        pass
+    def cuEventCreate(self, event: Any, flags: int) -> int:
+        event._obj.value = 1
+        return 0
 
-    def passed(self, event: None) -> bool:
-        return True
+    def cuEventRecord(self, event: Any, stream: Any) -> int:
+        return 0
+
+    def cuEventQuery(self, event: Any) -> int:
+        return 0
 
 
 runtime = SimpleNamespace(
@@ -129,5 +149,4 @@ runtime = SimpleNamespace(
     deviceEnablePeerAccess=lambda other: None,
 )
 cuda = SimpleNamespace(runtime=runtime)
-if "kvtier_daemon.cuda" in sys.modules:
-    sys.modules["kvtier_daemon.cuda"].Stream = Stream  # type: ignore[attr-defined]
+sys.modules["kvtier.driver"].library = _Driver  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import device
+from kvtier import device, driver
 from kvtier.errors import InvalidRequest, OutOfPages
 from kvtier_client import Client, NamespaceClient
 from tests.system.conftest import Daemon, MakeDaemon, eventually
@@ -27,6 +27,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(EMULATED)
     monkeypatch.setenv("KVTIER_EMULATED_GPUS", "2")
     real = sys.modules.pop("cupy", None)
+    monkeypatch.setattr(driver, "library", driver.library)  # which the stand-in replaces
     device.runtime.cache_clear()
     yield
     device.runtime.cache_clear()
