@@ -10,6 +10,7 @@ import os
 import select
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ class Attachment:
         self.retired: set[int] = set()
         self.pinned: set[int] = set()
         self.seen_notices = 0
+        self._holds = 0
+        self._ended = False
         path = paths.socket_path(directory, paths.ATTACH_SOCKET)
         self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self.connection.settimeout(_HELLO_TIMEOUT)
@@ -152,14 +155,37 @@ class Attachment:
                 self.retired.discard(slab)
                 self.connection.sendall(wire.encode_attach(wire.Dropped(slab)))
 
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Meanwhile all that is mapped stays mapped and pinned, even if the daemon is lost: for copies by address.
+        Raises DaemonLost if it is lost already."""
+        with self.lock:
+            if self._ended:
+                raise DaemonLost("this attachment is over: what it had mapped may be unmapped")
+            self._holds += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._holds -= 1
+                self._unmap()
+
     def close(self) -> None:
+        """End it. What it had mapped is unmapped when nobody holds it."""
         self.connection.close()
-        for fd in self._fds:
-            os.close(fd)
-        for slab, mapping in self.slabs.items():
-            self._unpin(slab)
-            mapping.close()
-        self.slabs.clear()
+        with self.lock:
+            if not self._ended:
+                self._ended = True
+                for fd in self._fds:
+                    os.close(fd)
+                self._unmap()
+
+    def _unmap(self) -> None:
+        if self._ended and not self._holds:
+            for slab, mapping in self.slabs.items():
+                self._unpin(slab)
+                mapping.close()
+            self.slabs.clear()
 
     def _unpin(self, slab: int) -> None:
         """Before it is unmapped: what is unmapped while pinned takes the CUDA context with it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -257,6 +258,29 @@ def test_a_page_whose_prefix_went_stays_readable_for_its_writer(daemon: Daemon) 
         assert holds(reservation[0].view, keys[1])
         put(space, keys[:1])
         assert list(reservation.commit()) == [GRANTED], "and it can be published when its prefix is back"
+
+
+def test_what_is_held_stays_mapped_when_the_daemon_is_lost_and_no_longer(daemon: Daemon) -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("kvtier")
+
+    space = daemon.space()
+    keys = chain(space, 13, 4)
+    put(space, keys)
+    before = mapped()
+    assert before
+    lease = space.borrow(keys)
+    with lease.attachment.hold():
+        addresses = [page.address for page in lease]
+        daemon.kill()
+        with pytest.raises(DaemonLost):
+            space.lookup(keys)
+        assert mapped() == before
+        for key, address in zip(keys, addresses, strict=True):
+            assert ctypes.string_at(address, 16) == key
+    assert mapped() < before
+    with pytest.raises(DaemonLost), lease.attachment.hold():
+        pass
 
 
 def test_pages_in_the_middle_of_a_chain_are_reserved_by_their_own_keys_and_their_parents(daemon: Daemon) -> None:
