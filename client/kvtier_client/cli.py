@@ -19,9 +19,11 @@ from kvtier.config import LogLevel
 from kvtier.errors import DaemonLost, InvalidRequest, KvtierError
 from kvtier.sizes import format_size, parse_size
 from kvtier_client.client import Client
+from kvtier_client.serve import command as serve
 
 _OK, _REFUSED, _USAGE, _NO_DAEMON = 0, 1, 2, 3
 _DOCTOR = "find what keeps kvtierd from working well here, and the mend; exit status 1: warnings, 2: will not work"
+_SERVE = "serve a model over HTTP, as OpenAI's API does, on pages of a running daemon (needs kvtier[serve])"
 _BENCH = "what this host gives (memory, disk, GPUs), beside what kvtierd gives on it"
 
 
@@ -277,6 +279,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="one setting, as of kvtierd")
     doctor.add_argument("--no-probe", action="store_true", help="do not measure disks (not done while a daemon runs)")
+    serving = commands.add_parser("serve", help=_SERVE, description=_SERVE, parents=[common])
+    serving.set_defaults(run=serve.run, alone=True)
+    serve.add_options(serving)
     bench = commands.add_parser("bench", help=_BENCH, description=_BENCH, parents=[common])
     bench.set_defaults(run=_bench, alone=True)
     bench.add_argument(

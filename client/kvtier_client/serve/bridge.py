@@ -1,0 +1,194 @@
+"""From the worker's thread to the event loop, and how much may wait.
+
+A worker's request is a blocking iterator, so each has a thread that follows it and hands what comes to the loop that
+asked. The loop itself never waits for the worker. A `Run` is what one HTTP request asked for: one request of the worker
+a prompt, their events in one queue, together with the news that the client has gone.
+Not here: what tokens mean (`text`, `answers`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvtier.errors import KvtierError
+from kvtier_client.serve.schema import Refused
+
+log = logging.getLogger(__name__)
+
+
+class Event(NamedTuple):
+    """Of prompt number `prompt`: a token; or, with neither, its end; or an error, which is its end too."""
+
+    prompt: int
+    token: Any = None
+    error: BaseException | None = None
+
+
+class Gone(Exception):
+    """The client has closed its connection: nobody waits for the answer."""
+
+
+@dataclass(slots=True)
+class Totals:
+    """Since the start."""
+
+    requests: int = 0
+    refused: int = 0
+    cancelled: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+
+
+class Bridge:
+    """Submits to `worker`, at most `limit` samples at a time; more are refused, so that what waits is bounded."""
+
+    def __init__(self, worker: Any, limit: int) -> None:
+        self.limit = limit
+        self.totals = Totals()
+        self.in_flight = 0
+        """Samples that the worker has not ended."""
+        self._worker = worker
+        self._runs: set[Run] = set()
+        self._closing = False
+
+    def admit(self, samples: int) -> None:
+        """Raises Refused where that many more samples are too many. Asked before the work of making tokens, too."""
+        if self._closing:
+            raise Refused("the server is stopping", status=503, kind="server_error", code="stopping")
+        if samples > self.limit:
+            raise Refused(f"{samples} samples were asked for at once, and {self.limit} is the most that may wait")
+        if self.in_flight + samples > self.limit:
+            self.totals.refused += 1
+            raise Refused(
+                f"{self.in_flight} samples are being made or waiting, and {self.limit} is the most: try again later",
+                status=429,
+                kind="rate_limit_error",
+                code="queue_full",
+            )
+
+    def submit(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Any], salt: str = "") -> Run:
+        """Start making the answers to `prompts`. On the event loop. Raises Refused, or what the worker refuses."""
+        self.admit(sum(sampling.n for sampling in samplings))
+        run = Run(self, asyncio.get_running_loop())
+        self._runs.add(run)
+        try:
+            for prompt, sampling in zip(prompts, samplings, strict=True):
+                run.follow(self._worker.submit(prompt, sampling, salt=salt), sampling.n)
+        except BaseException:
+            run.close()
+            self._forget(run)
+            raise
+        self.totals.requests += 1
+        return run
+
+    def ended(self, run: Run, request: Any, samples: int, made: int) -> None:
+        """The worker has ended one of the requests of `run`, after `made` tokens."""
+        self.in_flight -= samples
+        self.totals.prompt_tokens += request.prompt_tokens
+        self.totals.cached_tokens += request.cached_tokens
+        self.totals.generated_tokens += made
+        self._forget(run)
+
+    def close(self) -> None:
+        """Cancel all that is left, and accept no more."""
+        self._closing = True
+        for run in list(self._runs):
+            run.close()
+
+    def _forget(self, run: Run) -> None:
+        if run.done:
+            self._runs.discard(run)
+
+
+class Run:
+    """What one HTTP request asked for. Belongs to the loop that made it."""
+
+    def __init__(self, bridge: Bridge, loop: asyncio.AbstractEventLoop) -> None:
+        self.requests: list[Any] = []
+        """The worker's, one a prompt."""
+        self._bridge = bridge
+        self._loop = loop
+        self._events: asyncio.Queue[Event | None] = asyncio.Queue()
+        self._open = 0
+        self._closed = False
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def done(self) -> bool:
+        """The worker has ended all of it."""
+        return not self._open
+
+    def follow(self, request: Any, samples: int) -> None:
+        number = len(self.requests)
+        self.requests.append(request)
+        self._open += 1
+        self._bridge.in_flight += samples
+        name = f"kvtier-serve-{number}"
+        threading.Thread(target=self._pump, args=(request, number, samples), name=name, daemon=True).start()
+
+    def watch(self, receive: Callable[[], Awaitable[Any]]) -> None:
+        """From now on, `events` raises Gone when the client has gone."""
+
+        async def wait() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self._events.put_nowait(None)
+
+        self._watch = self._loop.create_task(wait())
+
+    async def events(self) -> list[Event]:
+        """What has come, at least one; all of it where several have. Raises Gone."""
+        found = [await self._events.get()]
+        with contextlib.suppress(asyncio.QueueEmpty):
+            while True:
+                found.append(self._events.get_nowait())
+        if None in found:
+            raise Gone
+        return [event for event in found if event is not None]
+
+    def cancel(self, prompt: int) -> None:
+        """The rest of this prompt's answer is not needed."""
+        self.requests[prompt].cancel()
+
+    def close(self) -> None:
+        """Nobody waits any more: cancel what is not done."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._open:
+            self._bridge.totals.cancelled += 1
+            for request in self.requests:
+                request.cancel()
+
+    def _pump(self, request: Any, number: int, samples: int) -> None:
+        error: BaseException | None = None
+        made = 0
+        try:
+            for token in request:
+                made += 1
+                self._post(self._events.put_nowait, Event(number, token))
+        except KvtierError as failure:
+            error = failure
+        except Exception as failure:
+            log.exception("a request failed in a way that was not foreseen")
+            error = failure
+        self._post(self._end, Event(number, None, error), samples, made)
+
+    def _end(self, event: Event, samples: int, made: int) -> None:
+        self._open -= 1
+        self._events.put_nowait(event)
+        self._bridge.ended(self, self.requests[event.prompt], samples, made)
+
+    def _post(self, call: Callable[..., object], *arguments: object) -> None:
+        """Have the loop call; nobody is left to tell where it has closed."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(call, *arguments)
