@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parents[2] / ".cache" / "demo" / "smollm2-135m"
 @functools.cache
 def load() -> tuple[Any, Any]:
     """(model, tokenizer), unpacked first if `make demo` has not done so."""
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     if not smollm.is_unpacked(FOLDER):
         FOLDER.mkdir(parents=True, exist_ok=True)
         smollm.unpack(FOLDER)

@@ -1,6 +1,6 @@
 """Attention over pages, as Transformers calls it: an attention function, and cache layers whose `update` writes in pages.
 
-A forward pass runs on a `Batch`: the new tokens of several sequences, one after the other in one row. The cache that the
+A forward pass runs on a `Batch`: tokens of several sequences, as rows. The cache that the
 model is given has a layer for each of its own; `update(k, v)` appends to pages and returns, in the place of keys and
 values, a `Layer`: where they lie. The model hands that on to the attention function untouched, which reads the pages.
 
@@ -10,6 +10,7 @@ Two ways of reading and writing stand behind `Batch`: `gather` (any device that 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from transformers.masking_utils import sdpa_mask
 
 from kvtier.errors import InvalidRequest, LayoutError
 from kvtier.layout import AttentionLayout
+from kvtier_client.transformers.chain import Chain
 
 NAME = "kvtier"
 """Of the attention implementation, as in `model.set_attn_implementation`."""
@@ -34,16 +36,28 @@ class Options(NamedTuple):
     sinks: torch.Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tokens [start, start + count) of a chain, which has pages for them, are rows `row` and on of a forward pass. Those
+    that are computed already (borrowed, or shared) are attended from, and not written again."""
+
+    chain: Chain
+    start: int
+    count: int
+    row: int
+
+
 class Batch(Protocol):
-    """The new tokens of a forward pass, `[1, tokens]` of all sequences one after the other, and their pages."""
+    """The rows of a forward pass, and the pages of the sequences they belong to."""
 
     layout: AttentionLayout
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write `[tokens, kv head, dim]` where these tokens belong."""
+        """Write `[rows, kv head, dim]` where these tokens belong; rows of no part go nowhere."""
 
     def attend(self, layer: int, q: torch.Tensor, options: Options) -> torch.Tensor:
-        """Of queries `[tokens, head, dim]`, over each one's sequence up to itself; the same shape."""
+        """Of queries `[rows, head, dim]`, over each one's sequence up to itself; the same shape, finite in rows of no
+        part."""
 
 
 class Layer(CacheLayerMixin):  # type: ignore[misc]
@@ -65,13 +79,13 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         layout = self.batch.layout
-        want = (1, layout.kv_heads, key_states.shape[2], layout.head_dim)
+        want = (key_states.shape[0], layout.kv_heads, key_states.shape[2], layout.head_dim)
         if key_states.shape != want or value_states.shape != want:
             raise LayoutError(
                 f"layer {self.number} makes keys {tuple(key_states.shape)} and values {tuple(value_states.shape)}; its "
                 f"pages are laid out for {want}: this model cannot run on pages"
             )
-        self.batch.append(self.number, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
+        self.batch.append(self.number, _rows(key_states), _rows(value_states))
         return self, self
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -112,8 +126,13 @@ def attention(
         return plain
     if others.get("position_bias") is not None:
         raise InvalidRequest("this model biases its attention by position: it cannot run on pages")
-    out = key.batch.attend(key.number, query[0].transpose(0, 1), Options(scaling, sliding_window, softcap, s_aux))
-    return out[None], None
+    out = key.batch.attend(key.number, _rows(query), Options(scaling, sliding_window, softcap, s_aux))
+    return out.unflatten(0, (query.shape[0], query.shape[2])), None
+
+
+def _rows(states: torch.Tensor) -> torch.Tensor:
+    """`[batch, head, token, dim]` as `[batch * token, head, dim]`: a view, if there is one sequence or one token each."""
+    return states.transpose(1, 2).flatten(0, 1)
 
 
 def mask(*, kv_length: int, **wanted: Any) -> torch.Tensor | None:

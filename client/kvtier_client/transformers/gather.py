@@ -5,15 +5,16 @@ What the CPU runs. It is one copy of a sequence's KV of one layer at a time, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Run
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvtier.layout import AttentionLayout
-from kvtier_client.transformers.attention import Options
-from kvtier_client.transformers.sequence import Sequence
+from kvtier_client.transformers.attention import Options, Part
+from kvtier_client.transformers.chain import Chain
+from kvtier_client.transformers.errands import pages_for
 
 
 class _Piece(NamedTuple):
@@ -26,20 +27,18 @@ class _Piece(NamedTuple):
 
 
 class GatherBatch:
-    """Tokens [computed, computed + count) of each sequence."""
+    """See `attention.Batch`."""
 
-    def __init__(self, layout: AttentionLayout, work: Run[tuple[Sequence, int]]) -> None:
+    def __init__(self, layout: AttentionLayout, parts: Sequence[Part]) -> None:
         self.layout = layout
         self._rows: list[tuple[int, int, int, list[torch.Tensor]]] = []
         self._pieces: list[_Piece] = []
-        row = 0
-        for sequence, count in work:
-            end = sequence.computed + count
-            schedule = sequence.space.schedule
-            used = sequence.pages[: schedule.pages(end) + (schedule.covered(end) < end)]
-            self._rows.append((row, row + count, end, [page.units for page in used]))
-            self._cut(sequence, end - count, end, row)
-            row += count
+        for part in parts:
+            chain, end = part.chain, part.start + part.count
+            used = chain.pages[: pages_for(chain.space.schedule, end)]
+            self._rows.append((part.row, part.row + part.count, end, [page.units for page in used]))
+            written = max(0, chain.computed - part.start)
+            self._cut(chain, part.start + written, end, part.row + written)
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         tokens = self.layout.unit_tokens
@@ -52,7 +51,7 @@ class GatherBatch:
                     units[:, layer, kv] = run.unflatten(1, (len(units), tokens)).transpose(0, 1)
 
     def attend(self, layer: int, q: torch.Tensor, options: Options) -> torch.Tensor:
-        out = torch.empty_like(q)
+        out = torch.zeros_like(q)
         for first, stop, length, pages in self._rows:
             k, v = (
                 torch.cat([units[:, layer, kv].transpose(0, 1) for units in pages], 1).flatten(1, 2)[:, :length]
@@ -61,14 +60,14 @@ class GatherBatch:
             out[first:stop] = attend(q[first:stop].transpose(0, 1), k, v, options).transpose(0, 1)
         return out
 
-    def _cut(self, sequence: Sequence, start: int, end: int, row: int) -> None:
+    def _cut(self, chain: Chain, start: int, end: int, row: int) -> None:
         """Where tokens [start, end) go: parts of units one by one, whole units of a page together."""
         tokens = self.layout.unit_tokens
-        schedule = sequence.space.schedule
+        schedule = chain.space.schedule
         while start < end:
             number = schedule.pages(start)
             page = schedule.span(number)
-            units = sequence.pages[number].units
+            units = chain.pages[number].units
             unit, at = divmod(start - page.start, tokens)
             whole = (min(end, page.stop) - start) // tokens if at == 0 else 0
             taken = whole * tokens if whole else min(tokens - at, end - start)

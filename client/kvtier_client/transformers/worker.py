@@ -31,7 +31,7 @@ from kvtier.errors import DaemonLost, Draining, InvalidRequest, KvtierError, Out
 from kvtier_client.client import Client
 from kvtier_client.namespace import NamespaceClient
 from kvtier_client.transformers import attention, errands, sampling
-from kvtier_client.transformers.attention import Batch, PagedCache
+from kvtier_client.transformers.attention import Batch, PagedCache, Part
 from kvtier_client.transformers.errands import Answer, Terms
 from kvtier_client.transformers.gather import GatherBatch
 from kvtier_client.transformers.model import describe, open_namespace, weights_digest
@@ -269,6 +269,7 @@ class Worker:
             return
         self._waiting.remove(sequence)
         sequence.begin(answer)
+        sequence.state = State.RUNNING
         self._running.append(sequence)
         self.counters["borrowed"] += sequence.computed
         if len(sequence.tokens) == sequence.request.prompt_tokens:
@@ -440,12 +441,14 @@ class Worker:
         ids: list[int] = []
         positions: list[int] = []
         last: list[int] = []
+        parts: list[Part] = []
         for sequence, count in work:
+            parts.append(Part(sequence, sequence.computed, count, len(ids)))
             ids += sequence.tokens[sequence.computed : sequence.computed + count]
             positions += range(sequence.computed, sequence.computed + count)
             if count == sequence.left:
                 last.append(len(ids) - 1)
-        batch: Batch = GatherBatch(self.description.layout, work)
+        batch: Batch = GatherBatch(self.description.layout, parts)
         out = self.model(
             input_ids=torch.tensor([ids], device=self.device),
             position_ids=torch.tensor([positions], device=self.device),
@@ -466,8 +469,7 @@ class Worker:
         for at, sequence in enumerate(sequences):
             sample_of = [sequence]
             for sample in range(1, self._samples(sequence)):
-                child = sequence.fork(sequence.request, sample, self.device)
-                child.arrived = sequence.arrived
+                child = sequence.fork(sample, self.device)
                 self._running.append(child)
                 sample_of.append(child)
             everyone += sample_of
