@@ -94,13 +94,17 @@ def moves(directory: Path, limit: dict[str, float], layout: AttentionLayout, pag
                 page.torch().view(torch.uint8).fill_(7)
             return reservation
 
-        def lent(chains: list[list[bytes]], tier: str) -> None:
-            """Borrow them all, at once."""
-            pending = [space.submit_borrow(chain, tier=tier, timeout=60) for chain in chains]
+        def ask(chains: list[list[bytes]], tier: str) -> list[Any]:
+            return [space.submit_borrow(chain, tier=tier, timeout=60) for chain in chains]
+
+        def seconds(started: float, pending: list[Any]) -> float:
+            """Until all that was asked for was there."""
             leases = [borrow.result() for borrow in pending]
+            spent = time.perf_counter() - started
             assert all(len(lease) == each for lease in leases)
             for lease in leases:
                 lease.release()
+            return spent
 
         figures: dict[str, list[float]] = {"up": [], "down": [], "both": [], "one": []}
         for turn in range(4):
@@ -108,15 +112,13 @@ def moves(directory: Path, limit: dict[str, float], layout: AttentionLayout, pag
             for chain in first:
                 store(space, chain, "host")
             started = time.perf_counter()
-            lent(first, "cuda")
-            up = total / (time.perf_counter() - started) / 1e9
+            up = total / seconds(started, ask(first, "cuda")) / 1e9
             reservations = [write(chain) for chain in second]
             torch.cuda.synchronize()
             started = time.perf_counter()
             for reservation in reservations:
                 reservation.commit()
-            lent(second, "host")
-            down = total / (time.perf_counter() - started) / 1e9
+            down = total / seconds(started, ask(second, "host")) / 1e9
             space.evict()
             for chain in first:
                 store(space, chain, "host")
@@ -125,12 +127,9 @@ def moves(directory: Path, limit: dict[str, float], layout: AttentionLayout, pag
             started = time.perf_counter()
             pending = []
             for chain, reservation in zip(first, reservations, strict=True):
-                pending.append(space.submit_borrow(chain, tier="cuda", timeout=60))
+                pending += ask([chain], "cuda")
                 reservation.commit()
-            lent(second, "host")
-            for borrow in pending:
-                borrow.result().release()
-            both = 2 * total / (time.perf_counter() - started) / 1e9
+            both = 2 * total / seconds(started, pending + ask(second, "host")) / 1e9
             space.evict()
             store(space, whole, "host")
             started = time.perf_counter()

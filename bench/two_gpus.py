@@ -44,6 +44,7 @@ def peer_limits() -> dict[str, float]:
     parts = []
     for gpu in (0, 1):
         with cupy.cuda.Device(gpu):
+            cuda.deviceEnablePeerAccess(1 - gpu)
             parts.append(([cupy.zeros(GIB, cupy.uint8) for _ in range(2)], cupy.cuda.Stream(non_blocking=True)))
 
     def start(source: int) -> None:

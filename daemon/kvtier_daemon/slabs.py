@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from kvtier_daemon.operations import Operation
     from kvtier_daemon.tiers import Tier
 
+_ORDERED = 4096
+"""Free frames that are kept in the order of their addresses."""
+
 
 class State(IntEnum):
     """Of a frame. RESERVED: a worker writes in it. FILLING: a copy into it is under way. DRAINING: leaving, until the
@@ -139,6 +142,7 @@ class SlabClass:
 
     __slots__ = (
         "counts",
+        "disordered",
         "frame_bytes",
         "free",
         "growing",
@@ -163,6 +167,7 @@ class SlabClass:
         self.lru: OrderedDict[Frame, None] = OrderedDict()
         self.waiters: deque[Operation] = deque()
         self.counts = [0] * len(State)
+        self.disordered = False
         self.growing = 0
         self.leased = 0
         """READY frames with pins."""
@@ -217,6 +222,7 @@ class SlabClass:
         frame.slab.busy -= 1
         if not frame.slab.leaving:
             self.free.append(frame)
+            self.disordered = True
 
     def victim(self) -> Frame | None:
         """The least recently used frame that may leave, tails of chains before their heads."""
@@ -239,6 +245,16 @@ class SlabClass:
         self.rate += (self.taken / seconds - self.rate) * min(1.0, seconds / 2)
         self.taken = 0
         self.low = max(1, min(int(self.rate * 0.25), sum(self.counts) // 8))
+        if self.disordered:
+            self._order()
+
+    def _order(self) -> None:
+        """Have the frames to be taken next lie side by side where they can: pages that are taken together are then
+        copied together."""
+        self.disordered = False
+        following = self.free[-_ORDERED:]
+        following.sort(key=lambda frame: (frame.slab.id, frame.index), reverse=True)
+        self.free[-_ORDERED:] = following
 
     def check(self) -> None:
         """Assert what must always hold."""
