@@ -109,11 +109,12 @@ class Counters:
     def evicted(self, reason: str, pages: int = 1) -> None:
         self.evictions[reason] = self.evictions.get(reason, 0) + pages
 
-    def moved(self, source: int, target: int, nbytes: int, seconds: float, *, reason: str, failed: bool) -> None:
-        moves = self.moves.get((source, target, reason))
+    def moved(self, path: tuple[int, int, str], nbytes: int, seconds: float, error: Exception | None) -> None:
+        """`path` is (from tier, to tier, why)."""
+        moves = self.moves.get(path)
         if moves is None:
-            moves = self.moves[(source, target, reason)] = Moves()
-        if failed:
+            moves = self.moves[path] = Moves()
+        if error is not None:
             moves.failed += 1
         else:
             moves.pages += 1

@@ -34,6 +34,7 @@ GPU_WINDOW = 256 << 20
 """Bytes of write-through from a GPU that are under way at once: its link is not kept waiting for this thread."""
 AT_ONCE = 64
 """Jobs handed to the movers together."""
+_REASONS = tuple(priority.name.lower() for priority in Priority)
 EVICTION_REASONS = ("demoted", "evicted", "unsaved", "vacated", "moved", "asked", "lost", "last")
 
 
@@ -355,10 +356,10 @@ class Store:
 
     def settle(self, frame: Frame) -> None:
         """Put a READY frame where it belongs: in the recency order, or out."""
-        page = frame.page
-        assert page is not None
         if frame.pins:
             return
+        page = frame.page
+        assert page is not None
         if page.gone:
             if not frame.copies:
                 self.drop(frame)
@@ -403,11 +404,8 @@ class Store:
         if job.background:
             target.tier.writing -= 1
         target.tier.progressed = self.clock()
-        self.counters.moved(
-            *(source.tier.index, target.tier.index, page.nbytes, job.seconds),
-            reason=job.priority.name.lower(),
-            failed=bool(job.error),
-        )
+        path = (source.tier.index, target.tier.index, _REASONS[job.priority])
+        self.counters.moved(path, page.nbytes, job.seconds, job.error)
         if job.error is None and target.tier.persistent and not page.gone:
             self.post(Record(page, source, target))  # the source stays held until the copy is recorded
             return
@@ -433,8 +431,11 @@ class Store:
         """A copy of `page` reads `source` no more."""
         if source.page is page and source.state is State.READY:
             self.settle(source)
-        self.wake(source.slab.owner)
-        self._wake_page(page)
+        owner = source.slab.owner
+        if owner.waiters:
+            self.wake(owner)
+        if page.waiters:
+            self._wake_page(page)
 
     def _finish_record(self, job: Record) -> None:
         job.source.copies -= 1
