@@ -11,7 +11,7 @@ Two ways of reading and writing stand behind `Batch`: `gather` (any device that 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -50,8 +50,6 @@ class Part:
 class Batch(Protocol):
     """The rows of a forward pass, and the pages of the sequences they belong to."""
 
-    layout: AttentionLayout
-
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write `[rows, kv head, dim]` where these tokens belong; rows of no part go nowhere."""
 
@@ -66,9 +64,9 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
     is_croppable = False
 
-    def __init__(self, batch: Batch, number: int) -> None:
+    def __init__(self, cache: PagedCache, number: int) -> None:
         super().__init__()
-        self.batch = batch
+        self.cache = cache
         self.number = number
         self.is_initialized = True
 
@@ -78,14 +76,14 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        layout = self.batch.layout
+        layout = self.cache.layout
         want = (key_states.shape[0], layout.kv_heads, key_states.shape[2], layout.head_dim)
         if key_states.shape != want or value_states.shape != want:
             raise LayoutError(
                 f"layer {self.number} makes keys {tuple(key_states.shape)} and values {tuple(value_states.shape)}; its "
                 f"pages are laid out for {want}: this model cannot run on pages"
             )
-        self.batch.append(self.number, _rows(key_states), _rows(value_states))
+        self.cache.batch.append(self.number, _rows(key_states), _rows(value_states))
         return self, self
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -99,10 +97,18 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class PagedCache(Cache):  # type: ignore[misc]
-    """What a model is given as its cache for one forward pass over a batch."""
+    """What a model is given as its cache: for each forward pass, another `batch`."""
 
-    def __init__(self, batch: Batch) -> None:
-        super().__init__(layers=[Layer(batch, number) for number in range(batch.layout.layers)])
+    batch: Batch
+
+    def __init__(self, layout: AttentionLayout) -> None:
+        self.layout = layout
+        super().__init__(layers=[Layer(self, number) for number in range(layout.layers)])
+
+    def over(self, batch: Batch) -> Self:
+        """The same, for a pass over `batch`."""
+        self.batch = batch
+        return self
 
 
 def attention(
@@ -126,7 +132,7 @@ def attention(
         return plain
     if others.get("position_bias") is not None:
         raise InvalidRequest("this model biases its attention by position: it cannot run on pages")
-    out = key.batch.attend(key.number, _rows(query), Options(scaling, sliding_window, softcap, s_aux))
+    out = key.cache.batch.attend(key.number, _rows(query), Options(scaling, sliding_window, softcap, s_aux))
     return out.unflatten(0, (query.shape[0], query.shape[2])), None
 
 

@@ -8,7 +8,9 @@ applied here. Not here: whose tokens they are and when they are computed (`seque
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy
 
 from kvtier.wire import EXISTS, GRANTED
 from kvtier_client.namespace import NamespaceClient
@@ -34,6 +36,7 @@ class Chain:
         self.sealed = 0
         self.sealable = True
         self.source: Source | None = None
+        self._row: tuple[tuple[int, int], numpy.ndarray[Any, numpy.dtype[numpy.int64]]] | None = None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self.computed} of {len(self.tokens)} tokens, {len(self.pages)} pages>"
@@ -47,6 +50,17 @@ class Chain:
     def whole(self) -> int:
         """Leading pages that are computed to their last token."""
         return self.space.schedule.pages(self.computed)
+
+    def addresses(self) -> numpy.ndarray[Any, numpy.dtype[numpy.int64]]:
+        """Of all its units, the first token's first: its row of a table for kernels."""
+        stamp = (len(self.pages), Page.moves)
+        if self._row is None or self._row[0] != stamp:
+            stride = self.space.spec.layout.unit_stride
+            units = numpy.array([len(page.units) for page in self.pages], numpy.int64)
+            starts = numpy.array([page.address for page in self.pages], numpy.int64)
+            within = numpy.arange(units.sum()) - numpy.repeat(numpy.cumsum(units) - units, units)
+            self._row = (stamp, numpy.repeat(starts, units) + within * stride)
+        return self._row[1]
 
     def unpublished(self) -> list[Page]:
         """Whole pages that kvtierd does not know yet, unless a fork has them on their way."""

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
+
+import torch
 
 from kvtier.errors import DaemonLost, KvtierError
+from kvtier.layout import ALIGNMENT, AttentionLayout
+from kvtier.schedule import Schedule
 from kvtier_client.pages import Lease, PageView, Reservation
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Hold:
-    """A lease or a reservation, and how many pages stand on it."""
+    """A lease or a reservation, and how many pages stand on it. `of` None: memory of this process."""
 
     __slots__ = ("of", "pages")
 
-    def __init__(self, of: Lease | Reservation) -> None:
+    def __init__(self, of: Lease | Reservation | None) -> None:
         self.of = of
         self.pages = 0
 
@@ -34,23 +35,29 @@ class Page:
     on its way to be published."""
 
     __slots__ = ("address", "asked", "hold", "number", "refs", "slot", "units")
+    moves: ClassVar[int] = 0
+    """How many pages have come to stand elsewhere: tables made before may be wrong."""
 
-    def __init__(self, number: int, view: PageView, hold: Hold, slot: int = -1) -> None:
+    def __init__(self, number: int, units: torch.Tensor, address: int, hold: Hold, slot: int = -1) -> None:
         self.number = number
+        self.units = units
+        self.address = address
+        self.hold = hold
+        self.slot = slot
         self.refs = 1
         self.asked = False
-        self.units: torch.Tensor
-        self.hold: Hold
-        self.slot: int
-        self._stand(view, hold, slot)
+        hold.pages += 1
 
     def __repr__(self) -> str:
         return f"<Page {self.number}: {self.refs} holders, {'leased' if self.slot < 0 else f'slot {self.slot}'}>"
 
     def move(self, view: PageView, hold: Hold, leftovers: Leftovers) -> None:
-        """Stand on a lease from now on, of this page or of an equal one elsewhere."""
+        """Stand on the lease of an equal page from now on."""
         leftovers.add(self)
-        self._stand(view, hold, -1)
+        self.units, self.address = view.torch(), address_of(view)
+        self.hold, self.slot = hold, -1
+        hold.pages += 1
+        Page.moves += 1
 
     def published(self, hold: Hold) -> None:
         """What was written in the slot is a page now, which `hold` keeps."""
@@ -58,18 +65,13 @@ class Page:
         hold.pages += 1
         self.hold, self.slot = hold, -1
 
-    def _stand(self, view: PageView, hold: Hold, slot: int) -> None:
-        hold.pages += 1
-        self.hold, self.slot = hold, slot
-        self.units = view.torch()
-        holder = view.holder
-        attachment = holder.attachment
-        self.address = view.address if attachment.gpu is None else address_on_device(view)
 
-
-def address_on_device(view: PageView) -> int:
-    """Where kernels of this process's GPU find the page, in GPU memory or in pinned host memory."""
-    return view.holder.attachment.device_address(view.handle.slab) + view.handle.offset
+def address_of(view: PageView) -> int:
+    """Where kernels find the page: those of this process's GPU, if it is on one, also where it lies in host memory."""
+    attachment = view.holder.attachment
+    if attachment.gpu is None:
+        return view.address
+    return attachment.device_address(view.handle.slab) + view.handle.offset
 
 
 class Leftovers:
@@ -96,7 +98,7 @@ class Leftovers:
         hold.pages -= 1
         if isinstance(hold.of, Reservation):
             self.slots.setdefault(id(hold.of), (hold.of, []))[1].append(page.slot)
-        elif hold.pages == 0:
+        elif hold.of is not None and hold.pages == 0:
             self.leases.append(hold.of)
 
     def give_back(self, after: Any = None) -> None:
@@ -115,10 +117,32 @@ class Leftovers:
 def on_lease(lease: Lease, first: int = 0) -> list[Page]:
     """Pages `first` and on of a chain, which `lease` holds."""
     hold = Hold(lease)
-    return [Page(first + at, view, hold) for at, view in enumerate(lease)]
+    return [Page(first + at, view.torch(), address_of(view), hold) for at, view in enumerate(lease)]
 
 
 def on_reservation(reservation: Reservation) -> list[Page]:
     hold = Hold(reservation)
     numbers: Sequence[int] = reservation.numbers
-    return [Page(number, view, hold, at) for at, (number, view) in enumerate(zip(numbers, reservation, strict=True))]
+    return [
+        Page(number, view.torch(), address_of(view), hold, slot)
+        for slot, (number, view) in enumerate(zip(numbers, reservation, strict=True))
+    ]
+
+
+def in_own_memory(
+    layout: AttentionLayout, schedule: Schedule, first: int, count: int, device: torch.device
+) -> list[Page]:
+    """Pages in memory of this process, which cannot be published: for when there is no other."""
+    return [_own(layout, number, schedule.order(number), device) for number in range(first, first + count)]
+
+
+def _own(layout: AttentionLayout, number: int, order: int, device: torch.device) -> Page:
+    nbytes = layout.unit_stride << order
+    memory = torch.zeros(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
+    at = -memory.data_ptr() % ALIGNMENT
+    values = memory[at : at + nbytes].view(getattr(torch, layout.dtype))
+    shape, strides = layout.shape, [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    units = values.as_strided((1 << order, *shape), (layout.unit_stride // values.itemsize, *strides))
+    return Page(number, units, memory.data_ptr() + at, Hold(None), 0)

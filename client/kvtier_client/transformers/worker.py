@@ -31,9 +31,9 @@ from kvtier.errors import DaemonLost, Draining, InvalidRequest, KvtierError, Out
 from kvtier_client.client import Client
 from kvtier_client.namespace import NamespaceClient
 from kvtier_client.transformers import attention, errands, sampling
-from kvtier_client.transformers.attention import Batch, PagedCache, Part
+from kvtier_client.transformers.attention import PagedCache, Part
+from kvtier_client.transformers.batches import make_batch
 from kvtier_client.transformers.errands import Answer, Terms
-from kvtier_client.transformers.gather import GatherBatch
 from kvtier_client.transformers.model import describe, open_namespace, weights_digest
 from kvtier_client.transformers.paging import Leftovers, Page
 from kvtier_client.transformers.requests import Request, RequestFailed, Token
@@ -93,6 +93,7 @@ class Worker:
         }
         self._spaces: dict[str, NamespaceClient] = {"": open_namespace(client, model, **self._naming)}
         self._cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        self._cache = PagedCache(self.description.layout)
         self._own_attention = model.config._attn_implementation
         model.set_attn_implementation(attention.NAME)
 
@@ -448,13 +449,13 @@ class Worker:
             positions += range(sequence.computed, sequence.computed + count)
             if count == sequence.left:
                 last.append(len(ids) - 1)
-        batch: Batch = GatherBatch(self.description.layout, parts)
+        batch = make_batch(self.description.layout, parts, self.device)
         out = self.model(
             input_ids=torch.tensor([ids], device=self.device),
             position_ids=torch.tensor([positions], device=self.device),
             use_cache=True,
             logits_to_keep=torch.tensor(last, device=self.device),
-            **{self._cache_argument: PagedCache(batch)},
+            **{self._cache_argument: self._cache.over(batch)},
         )
         logits: torch.Tensor = out.logits[0]
         return logits
