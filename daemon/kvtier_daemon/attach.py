@@ -222,7 +222,8 @@ class AttachServer:
         session = Session(self.sessions.new_id(), tenant, name=hello.name[:64], pid=pid, uid=uid, process=process)
         session.admin = self.tenancy.admin(uid)
         session.read_only = hello.read_only
-        session.readable = readable(self.tiers, hello.device)
+        session.home = home(self.tiers, hello.device)
+        session.readable = readable(self.tiers, session.home)
         session.since = time.time()
         peer.session = session
         self.sessions.add(session)
@@ -368,9 +369,13 @@ def _about(session: Session) -> dict[str, Any]:
     return logs.fields(session=session.id, pid=session.pid, uid=session.uid, tenant=session.tenant.name)
 
 
-def readable(tiers: list[Tier], gpu: str) -> frozenset[int]:
-    """Which tiers a worker on that GPU ("": on none) can read in place: host memory, its own GPU's, its peers'."""
-    own = next((tier for tier in tiers if gpu and tier.device == gpu), None)
+def home(tiers: list[Tier], gpu: str) -> Tier | None:
+    """The memory of that GPU."""
+    return next((tier for tier in tiers if gpu and tier.device == gpu), None)
+
+
+def readable(tiers: list[Tier], own: Tier | None) -> frozenset[int]:
+    """Which tiers a worker on the GPU of `own` can read in place: host memory, its own GPU's, its peers'."""
     return frozenset(
         tier.index
         for tier in tiers

@@ -100,12 +100,15 @@ class Daemon:
         self.web = Web(config.http_port, reports, self._unready)
         reports.http_port = self.web.port
 
+    def heed_signals(self) -> None:
+        """From now on a signal is one for `run`, whenever that comes. Call before anyone is told that this daemon is up:
+        whoever is may stop it at once."""
+        signal.set_wakeup_fd(self._signalled, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: None)
+
     def run(self) -> None:
         """Serve until a signal, then flush and end, in bounded time."""
-        signal.set_wakeup_fd(self._signalled, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
-        signal.signal(signal.SIGHUP, lambda *_: None)
         self.notifier.ready(self._status())
         poller = zmq.Poller()
         poller.register(self.server.router, zmq.POLLIN)

@@ -14,7 +14,7 @@ from kvtier.sizes import format_size
 from kvtier.wire import BUSY, EXISTS, GRANTED, Body, Borrowed, Count, Pinned, Reserved, pack_handles
 from kvtier_daemon.directory import OpenNamespace, Page, Tenant
 from kvtier_daemon.jobs import Barrier, Priority
-from kvtier_daemon.placement import leave_crowded, place
+from kvtier_daemon.placement import leave_crowded, place, rise
 from kvtier_daemon.sessions import Reservation, Session, Sessions, Slot
 from kvtier_daemon.slabs import Frame, SlabClass, State
 from kvtier_daemon.store import Store
@@ -170,6 +170,8 @@ class Borrowing(Operation):
         self.store.touch(self.pages)
         if self.tier is not None:
             leave_crowded(self.store, self.pages, self.tier)
+        elif self.session.home is not None:
+            rise(self.store, self.pages, self.session.home)
         self.finish(self.result([frame for frame, _, _ in self.held]))
 
 
@@ -195,6 +197,9 @@ def lend_at_once(
     missed = asked - len(run)
     store.counters.asked(asked, run[0].namespace.schedule.tokens(run[0].number + len(run), missed) if missed else 0)
     store.touch(run)
+    home = session.home
+    if tier is None and home is not None and frames[-1].tier is not home:  # tails leave first: else the run is there
+        rise(store, run, home)
     return Borrowed(sessions.grant(session, frames), pack_handles([frame.handle() for frame in frames]), origins)
 
 

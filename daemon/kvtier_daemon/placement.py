@@ -1,7 +1,9 @@
 """Where a borrow gets a page, when there is a choice. The cost rule for pages that another GPU holds is here.
 
 What is asked for "any" is lent where it lies, in the fastest tier that the worker can read in place; what lies in none
-is brought to the slowest of those, so that it has to be used again before it takes a GPU's memory.
+is brought to the slowest of those. For the next time, what was lent from slower memory than the worker's own GPU's then
+rises there: at once while that has frames to spare, on its second borrow when it has not, so that what is used once
+pushes nothing out.
 
 What is asked for in one GPU's memory and lies in another's can be read in place over the link, replicated, or moved.
 A decode step reads every page of its context once, and a replica costs about one such read (1.05, measured on two H200;
@@ -13,9 +15,13 @@ free frame left and nobody there holds it.
 from __future__ import annotations
 
 from kvtier_daemon.directory import Page
+from kvtier_daemon.jobs import Priority
 from kvtier_daemon.slabs import Frame, State
 from kvtier_daemon.store import Store
 from kvtier_daemon.tiers import Tier
+
+_SECOND_BORROW = 3
+"""`Page.uses` then: its commit was one."""
 
 
 def place(store: Store, page: Page, wanted: Tier | None, readable: frozenset[int]) -> Tier:
@@ -47,6 +53,19 @@ def leave_crowded(store: Store, run: list[Page], tier: Tier) -> None:
     for frame in reversed(replicas):
         if frame.slab.owner in crowded:
             store.shed(frame)
+
+
+def rise(store: Store, run: list[Page], home: Tier) -> None:
+    """`run` was lent where it lies: what is not in `home`, the memory of the worker's own GPU, goes there meanwhile."""
+    for page in run:
+        if page.frames[home.index] is not None:
+            continue
+        owner = store.class_of(home, page.namespace.tenant, page.nbytes)
+        to_spare = len(owner.free) > owner.low or home.may_grow(owner, store.clock())
+        if not to_spare and page.uses < _SECOND_BORROW:
+            return  # a tier holds heads of chains: what follows would not be found there
+        if page.gone or store.fetch(page, home, Priority.PREFETCH) is None:
+            return
 
 
 def _on_peer(page: Page, wanted: Tier, readable: frozenset[int]) -> Frame | None:

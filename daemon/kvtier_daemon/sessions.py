@@ -19,6 +19,7 @@ from kvtier_daemon.store import Store
 
 if TYPE_CHECKING:
     from kvtier_daemon.operations import Operation
+    from kvtier_daemon.tiers import Tier
 
 
 class Slot:
@@ -55,6 +56,7 @@ class Session:
         *(
             "admin",
             "gone",
+            "home",
             "id",
             "leases",
             "name",
@@ -81,6 +83,8 @@ class Session:
         self.read_only = False
         self.readable: frozenset[int] = frozenset()
         """Indices of the tiers whose slabs its process can read in place."""
+        self.home: Tier | None = None
+        """The memory of its own GPU."""
         self.leases: dict[int, list[Frame]] = {}
         self.reservations: dict[int, Reservation] = {}
         self.operations: dict[tuple[bytes, int], Operation] = {}

@@ -92,6 +92,47 @@ def test_any_gives_what_lies_in_no_readable_tier_in_host_memory() -> None:
     assert world.lent(blind, keys, None) == [2] * 4
 
 
+def test_what_is_lent_from_memory_rises_to_a_gpu_with_room() -> None:
+    world = TwoGpus(16, 16)
+    session = world.session()
+    session.home = world.tiers[0]
+    space = world.namespace(session)
+    keys = world.keys(space, 6)
+    world.store_chain(session, space, keys)
+    for page in reversed(session.tenant.run(keys)):
+        world.store.shed(page.frames[0])
+    assert world.lent(session, keys, None) == [2] * 6, "at once, where it lies"
+    world.settle()
+    assert world.lent(session, keys, None) == [0] * 6
+    world.store.check()
+
+
+def test_on_a_full_gpu_it_rises_when_it_is_borrowed_again() -> None:
+    world = TwoGpus(8, 16)
+    session = world.session()
+    session.home = world.tiers[0]
+    space = world.namespace(session)
+    keys, others = world.keys(space, 4), world.keys(space, 8, branch=1)
+    world.store_chain(session, space, keys)
+    world.store_chain(session, space, others)
+    for page in reversed(session.tenant.run(keys)):
+        world.store.shed(page.frames[0])
+    tail = world.keys(space, 12, branch=1)
+    operation, _ = world.reserve(session, space, tail[8:], first=8)
+    for slot, parent in zip(operation.reservation.slots, tail[7:], strict=False):
+        slot.parent = parent
+    world.settle()
+    world.commit(session, operation)
+    world.settle()
+    assert not world.tiers[0].classes[session.tenant.id, UNIT].free
+    assert world.lent(session, keys, None) == [2] * 4
+    world.settle()
+    assert world.lent(session, keys, None) == [2] * 4, "once is not enough"
+    world.settle()
+    assert world.lent(session, keys, None) == [0] * 4
+    world.store.check()
+
+
 def test_frames_side_by_side_at_both_ends_go_as_one_copy() -> None:
     world = World(16, 16, 16)
     session = world.session()
