@@ -190,6 +190,29 @@ def test_a_garbage_index_is_left_alone(make: MakeDaemon) -> None:
     assert daemon.client().ping() < PATIENCE
 
 
+def test_a_stop_between_its_first_words_and_its_first_request_is_in_order(place: Path) -> None:
+    code = """
+import sys, time
+from kvtier_daemon import main
+from kvtier_daemon.daemon import Daemon
+run = Daemon.run
+Daemon.run = lambda self: (time.sleep(0.5), run(self))
+sys.exit(main.main(sys.argv[1:]))
+"""
+    path = os.pathsep.join(str(ROOT / part) for part in (".", "daemon", "client", "kernels"))
+    flags = ["--runtime-dir", str(place / "run"), "--set", "tiers.host.medium=host", "--set", "tiers.host.capacity=1MiB"]
+    daemon = subprocess.Popen(
+        [sys.executable, "-c", code, *flags, "--set", "http_port=off"],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert daemon.stdout is not None
+    assert b"workers attach" in daemon.stdout.readline() + daemon.stdout.readline()
+    daemon.terminate()
+    assert daemon.wait(PATIENCE) == 0
+    daemon.stdout.close()
+
+
 def test_the_daemon_ends_with_its_parent(place: Path) -> None:
     code = """
 import sys, time
