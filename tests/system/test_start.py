@@ -200,7 +200,14 @@ Daemon.run = lambda self: (time.sleep(0.5), run(self))
 sys.exit(main.main(sys.argv[1:]))
 """
     path = os.pathsep.join(str(ROOT / part) for part in (".", "daemon", "client", "kernels"))
-    flags = ["--runtime-dir", str(place / "run"), "--set", "tiers.host.medium=host", "--set", "tiers.host.capacity=1MiB"]
+    flags = [
+        "--runtime-dir",
+        str(place / "run"),
+        "--set",
+        "tiers.host.medium=host",
+        "--set",
+        "tiers.host.capacity=64MiB",
+    ]
     daemon = subprocess.Popen(
         [sys.executable, "-c", code, *flags, "--set", "http_port=off"],
         stdout=subprocess.PIPE,
