@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KvtierError as error:
         print(f"kvtierd: {error}", file=sys.stderr)
         return 2
-    # X
+    daemon.heed_signals()
     sizes = ", ".join(f"{tier.name} {format_size(tier.capacity)}" for tier in daemon.tiers)
     for line in (
         f"kvtierd {__version__} (pid {os.getpid()}): {sizes}",
