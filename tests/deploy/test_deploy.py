@@ -146,6 +146,19 @@ def test_building_again_gives_the_same_bytes(package: Path, tmp_path: Path) -> N
     assert _build(tmp_path).read_bytes() == package.read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("always advise [never] deny", "advise"), ("[always] advise never deny", "[always] advise never deny")],
+)
+def test_the_unit_allows_huge_pages_where_they_are_off(tmp_path: Path, before: str, after: str) -> None:
+    setting = tmp_path / "shmem_enabled"
+    setting.write_text(before + "\n")
+    (command,) = re.findall(r"^ExecStartPre=-\+(.*)$", UNIT, re.MULTILINE)
+    command = command.replace("/sys/kernel/mm/transparent_hugepage/shmem_enabled", str(setting))
+    subprocess.run(["sh", "-c", command], check=False, timeout=10)
+    assert setting.read_text() == after + "\n"
+
+
 def test_the_package_installs_serves_and_goes(package: Path, tmp_path: Path) -> None:
     """Into a root of its own, by dpkg, maintainer scripts and all; what it installed runs, and nothing is left of it."""
     if os.geteuid() != 0:
