@@ -12,6 +12,7 @@ import time
 import pytest
 
 from kvtier_client import Client
+from kvtier_client.sglang import pages
 from kvtier_client.sglang.pages import PageStore, Pieces
 from tests.sglang.conftest import MakeStore
 from tests.sglang.memory import PAGE_BYTES, Memory, names
@@ -57,7 +58,7 @@ def test_the_pages_between_lie_anywhere_in_the_engines_memory(store: MakeStore) 
 
 
 def test_many_threads_copy_a_large_batch(store: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier_client.sglang.pages._SMALL", 1)
+    monkeypatch.setattr(pages, "_SMALL", 1)
     keys = names("a", 61)
     assert all(stored(store(threads=4), keys))
     assert loaded(store(threads=3), keys) == 61
@@ -142,6 +143,29 @@ def test_a_page_that_goes_between_the_question_and_the_load_is_a_miss_with_all_b
     assert loaded(one, keys) == 6
 
 
+def test_pages_are_held_while_they_are_copied(
+    make: MakeDaemon, store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case 7: they are evicted and their tier is filled over and over before the copy starts."""
+    daemon = make(host="256KiB", slab="64KiB").start()
+    one, other = store(), store(model="other", timeout=0.5)
+    one.endpoint = other.endpoint = daemon.endpoint
+    keys, move = names("a", 10), pages._move
+    assert all(stored(one, keys))
+
+    def slowly(jobs: list[tuple[int, list[tuple[int, int]]]], load: bool) -> None:
+        monkeypatch.setattr(pages, "_move", move)
+        space = daemon.client().namespace(one.spec.layout, model="model", cap_tokens=16)
+        assert space.evict() == 10
+        for turn in range(6):
+            assert any(stored(other, names(f"flood {turn}", 22)))
+        move(jobs, load)
+
+    monkeypatch.setattr(pages, "_move", slowly)
+    assert loaded(one, keys) == 10
+    assert one.held(keys) == 0
+
+
 def test_bytes_that_are_changed_in_kvtierd_are_seen(daemon: Daemon, store: MakeStore) -> None:
     """The control: if a wrong byte did not show, none of these tests would say anything."""
     one, keys, memory = store(), names("a", 4), Memory()
@@ -202,7 +226,7 @@ def test_without_a_daemon_everything_is_a_miss_and_costs_nothing(
         for _ in range(100):
             assert one.held(keys) == 0 and not any(stored(one, keys)) and loaded(one, keys) == 0
         assert time.perf_counter() - started < 0.5
-        assert caplog.text.count("all pages are misses") == 1
+        assert caplog.text.count("pages are missed") == 1
         daemon.start()
         eventually(lambda: all(stored(one, keys)), "it attaches by itself")
         assert "serves again" in caplog.text
@@ -262,7 +286,7 @@ def test_a_daemon_that_dies_while_many_threads_copy(store: MakeStore, daemon: Da
 def test_a_daemon_that_hangs_costs_a_deadline_and_then_rests(
     daemon: Daemon, store: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier_client.sglang.pages._REST", 0.5)
+    monkeypatch.setattr(pages, "_REST", 0.5)
     one, keys = store(timeout=0.3), names("a", 2)
     assert all(stored(one, keys))
     assert daemon.process is not None

@@ -121,8 +121,7 @@ class PageStore:
 
     def _fetch(self, space: NamespaceClient, keys: list[bytes], pieces: Pieces) -> int:
         with space.borrow(keys, timeout=self.timeout) as lease:
-            if len(lease):
-                self._copy(lease.pages, range(len(lease)), len(keys), pieces, load=True)
+            self._copy(lease.pages, range(len(lease)), len(keys), pieces, load=True)
             return len(lease)
 
     def _store(
@@ -149,15 +148,15 @@ class PageStore:
         self, frames: Sequence[PageView], numbers: Sequence[int], pages: int, pieces: Pieces, *, load: bool
     ) -> None:
         """Between `frames` and the pages of those numbers."""
-        views = [frame.view for frame in frames]  # as long as these live, a lost daemon's memory stays mapped
-        jobs = [(frame.address, [*pieces.of(number, pages)]) for frame, number in zip(frames, numbers, strict=True)]
-        total = sum(len(view) for view in views)
-        lanes = min(self.threads, len(jobs)) if total >= _SMALL else 1
-        if lanes > 1:
-            list(self._pool().map(lambda lane: _move(jobs[lane::lanes], load), range(lanes)))
-        else:
-            _move(jobs, load)
-        del views
+        if not frames:
+            return
+        with frames[0].holder.attachment.hold():
+            jobs = [(frame.address, [*pieces.of(number, pages)]) for frame, number in zip(frames, numbers, strict=True)]
+            lanes = min(self.threads, len(jobs)) if len(jobs) * self.page_bytes >= _SMALL else 1
+            if lanes > 1:
+                list(self._pool().map(lambda lane: _move(jobs[lane::lanes], load), range(lanes)))
+            else:
+                _move(jobs, load)
 
     def _pool(self) -> ThreadPoolExecutor:
         with self._lock:
@@ -186,7 +185,7 @@ class PageStore:
             if isinstance(error, DeadlineExceeded):
                 self._rest_until = time.monotonic() + _REST
             if self._well:
-                log.warning("without kvtierd for now, all pages are misses: %s", error)
+                log.warning("pages are missed for now: %s", error)
             self._well = False
             return failed
         except Exception:  # a bug of ours must not cost the engine a request
