@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,11 +15,10 @@ import pytest
 from langchain_openai import ChatOpenAI
 from openai import BadRequestError
 
-from bench.demo import smollm
 from kvtier_client.local import LocalDaemon
-from tests.system.conftest import _ENVIRONMENT, ROOT, Process
+from tests.system.conftest import Process
+from tests.transformers.conftest import FOLDER, load
 
-FOLDER = ROOT / ".cache" / "demo" / "smollm2-135m"
 SYSTEM = " ".join(
     f"Shelf {number} of the library holds books about {subject}, in the order of their authors."
     for number, subject in enumerate(("stars", "rivers", "bread", "clocks", "birds", "trains", "maps", "bees"), 1)
@@ -71,10 +68,7 @@ def said() -> Said:
     """What the model answers by itself."""
     import torch
 
-    if not smollm.is_unpacked(FOLDER):
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        smollm.unpack(FOLDER)
-    model, tokenizer = smollm.load(FOLDER)
+    model, tokenizer = load()
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, return_tensors="pt")
     with torch.inference_mode():
@@ -84,15 +78,31 @@ def said() -> Said:
     return Said(str(tokenizer.decode(made, skip_special_tokens=True)), len(made), finish)
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[LocalDaemon]:
-    with LocalDaemon(host="512MiB") as daemon:
-        yield daemon
+class Host:
+    """A kvtierd that can be killed, and started again in the same place."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = str(directory)
+        self.start()
+
+    def start(self) -> None:
+        self.daemon = LocalDaemon(host="512MiB", ssd="1GiB", directory=self._directory)
+
+    def kill(self) -> None:
+        self.daemon.process.kill()
+        self.daemon.process.wait()
 
 
 @pytest.fixture(scope="module")
-def server(said: Said, daemon: LocalDaemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(daemon.endpoint, tmp_path_factory.mktemp("serve") / "log")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    host = Host(tmp_path_factory.mktemp("kvt"))
+    yield host
+    host.daemon.stop()
+
+
+@pytest.fixture(scope="module")
+def server(said: Said, host: Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(host.daemon.endpoint, tmp_path_factory.mktemp("serve") / "log")
     yield server
     server.process.close()
 
@@ -148,12 +158,25 @@ def test_a_context_that_is_too_long_is_an_error_it_knows(server: Server) -> None
     assert caught.value.code == "context_length_exceeded"
 
 
+def test_it_outlives_kvtierd(server: Server, said: Said, host: Host) -> None:
+    """Killed in the middle of an answer, and started again: the answer is complete all the same, and so is the next."""
+    model = server.model()
+    chunks = iter(model.stream(ask()))
+    text = "".join(next(chunks).content for _ in range(3))
+    host.kill()
+    host.start()
+    text += "".join(chunk.content for chunk in chunks)
+    assert text == said.text
+    assert model.invoke(ask()).content == said.text
+    assert cached(model.invoke(ask())) > 0
+
+
 def test_a_restarted_server_finds_what_the_one_before_stored(
-    server: Server, said: Said, daemon: LocalDaemon, tmp_path: Path
+    server: Server, said: Said, host: Host, tmp_path: Path
 ) -> None:
     server.model().invoke(ask())
     server.stop()
-    again = Server(daemon.endpoint, tmp_path / "log", "--served-model-name", "library")
+    again = Server(host.daemon.endpoint, tmp_path / "log", "--served-model-name", "library")
     try:
         assert again.ready["model"] == "library"
         answer = again.model().invoke(ask())
@@ -162,16 +185,3 @@ def test_a_restarted_server_finds_what_the_one_before_stored(
         again.stop()
     finally:
         again.process.close()
-
-
-def test_without_a_daemon_it_says_what_to_do(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "kvtier_client.cli", "serve", str(FOLDER), "--endpoint", str(tmp_path), "--port", "0"],
-        env=_ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 3 and not done.stdout
-    assert "Start a daemon with `kvtierd`" in done.stderr and "Traceback" not in done.stderr

@@ -63,6 +63,7 @@ def run(given: argparse.Namespace) -> int:
     name = given.served_model_name or served_name(given.model)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(listen(given.host, given.port))
+        Client(given.endpoint, name="serve").close()  # where there is no daemon, that is known before torch is imported
         from kvtier_client.serve import models
 
         device = models.find_device(given.device)

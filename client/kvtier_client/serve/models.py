@@ -52,6 +52,7 @@ def load(source: str, *, device: torch.device, dtype: str = "auto", revision: st
         raise ConfigError(
             f"the tokenizer of {path} is {type(tokenizer).__name__}, which is none of the tokenizers library"
         )
+    tokenizer("")  # clears what its file says of truncation; nothing changes it from here on, so threads may share it
     model = model.to(device).eval()
     log.info("loaded %s (%s, %s) in %.1f s", path, device, model.dtype, time.perf_counter() - started)
     return model, tokenizer
