@@ -26,7 +26,7 @@ def client(served: Daemon) -> Iterator[Client]:
     assert_holds_nothing(served, made)
 
 
-def generate(smol: Plain, cache: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, **wishes: Any) -> Any:
+def generate(smol: Plain, cache: Any, ids: torch.Tensor, mask: Any = None, **wishes: Any) -> Any:
     mask = torch.ones_like(ids) if mask is None else mask
     wishes = {"max_new_tokens": COUNT, "do_sample": False, "pad_token_id": 0, **wishes}
     with torch.inference_mode():

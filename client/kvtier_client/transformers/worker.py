@@ -55,7 +55,7 @@ class Worker:
     `max_batch`: sequences that run at once. `step_tokens`: at most so many in a forward pass, decoding ones first.
     `max_length`: tokens of a sequence, what the model was made for by default. `tier`: where pages are borrowed and
     written ("cuda" for the memory of the client's GPU; "any" reads them where they lie). `patience`: seconds that a
-    request may wait for frames, or for a lost daemon. `revision` and `name` as in `open_namespace`.
+    request may wait for frames, or for a lost daemon. `cuda_graphs`: replay decode steps (on a GPU). `revision` and `name` as in `open_namespace`.
 
     The model's attention implementation is replaced until `close`. A context manager: starts, and closes.
     """
@@ -74,7 +74,10 @@ class Worker:
         revision: str = "",
         unit_tokens: int = 16,
         cap_tokens: int = 256,
+        cuda_graphs: bool = True,
     ) -> None:
+        if model.device.type == "cuda" and (client.gpu is None or client.gpu.ordinal != (model.device.index or 0)):
+            raise InvalidRequest(f"the model is on {model.device}, the client is not: Client(device='{model.device}')")
         self.model = model
         self.client = client
         self.description = describe(model, unit_tokens=unit_tokens)
@@ -94,6 +97,7 @@ class Worker:
         self._spaces: dict[str, NamespaceClient] = {"": open_namespace(client, model, **self._naming)}
         self._cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         self._cache = PagedCache(self.description.layout)
+        self._decoder = self._make_decoder(cuda_graphs) if on_gpu else None
         self._own_attention = model.config._attn_implementation
         model.set_attn_implementation(attention.NAME)
 
@@ -160,12 +164,11 @@ class Worker:
         """One turn of the loop, for those who run it themselves. Whether there is anything left to do."""
         self._receive()
         self._cancel()
-        self._collect()
-        self._admit()
         work = plan(self._running, self.step_tokens)
         if work:
             self._compute(work)
-        self._send_errands()
+        else:
+            self._keep_house()
         busy = bool(self._running or self._waiting or self._leaving or self._partings or not self._inbox.empty())
         if busy and not work:
             self._idle(_PAUSE / 5)
@@ -187,7 +190,23 @@ class Worker:
 
     # The loop
 
+    def _make_decoder(self, graphs: bool) -> Any:
+        from kvtier_client.transformers.decoding import Decoder  # it brings Triton
+
+        rope = getattr(self.model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+        looks = rope.get("rope_type") in ("dynamic", "longrope")  # at positions, on the host: not to be captured
+        return Decoder(
+            self._run_model,
+            self.description.layout,
+            self.device,
+            rows=self.max_batch,
+            longest=min(self.max_length, 1 << 20),
+            graphs=graphs and not looks,
+        )
+
     def _run(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         while not self._stop.is_set():
             try:
                 if not self.step():
@@ -370,6 +389,8 @@ class Worker:
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
         sequence.state = State.WAITING if requeue else State.ENDED
+        if self._decoder is not None:
+            self._decoder.forget(sequence)
         if sequence.errand is not None:
             self._leaving.append((sequence, requeue))
         else:
@@ -420,16 +441,22 @@ class Worker:
                 sequence.request.fail(error)
                 sequence.state = State.ENDED
 
+    def _keep_house(self) -> None:
+        """What is done beside a forward pass: send for pages, and take in what has come."""
+        self._send_errands()
+        self._collect()
+        self._admit()
+
     # Computing
 
     def _compute(self, work: list[tuple[Sequence, int]]) -> None:
-        rows = [row for row, (sequence, count) in enumerate(work) if count == sequence.left]
+        complete = [sequence for sequence, count in work if count == sequence.left]
         try:
             logits = self._forward(work)
             for sequence, count in work:
                 sequence.computed += count
-            rows_of = [work[row][0] for row in rows]
-            self._advance(rows_of, logits)
+            self._keep_house()  # while the device computes
+            self._advance(complete, logits)
         except torch.OutOfMemoryError as error:
             for sequence, _ in work:
                 self._fail(sequence, RequestFailed(f"no memory for a forward pass: {error}; lower step_tokens"))
@@ -439,6 +466,9 @@ class Worker:
     @torch.inference_mode()
     def _forward(self, work: list[tuple[Sequence, int]]) -> torch.Tensor:
         """Logits after the last token of each sequence that is complete with this pass."""
+        if self._decoder is not None and all(sequence.left == 1 for sequence, _ in work):
+            decoded: torch.Tensor = self._decoder([sequence for sequence, _ in work])
+            return decoded
         ids: list[int] = []
         positions: list[int] = []
         last: list[int] = []
@@ -450,24 +480,27 @@ class Worker:
             if count == sequence.left:
                 last.append(len(ids) - 1)
         batch = make_batch(self.description.layout, parts, self.device)
-        out = self.model(
-            input_ids=torch.tensor([ids], device=self.device),
-            position_ids=torch.tensor([positions], device=self.device),
-            use_cache=True,
-            logits_to_keep=torch.tensor(last, device=self.device),
-            **{self._cache_argument: self._cache.over(batch)},
+        given, where, keep = (
+            torch.tensor(numbers, dtype=torch.long, device=self.device) for numbers in (ids, positions, last)
         )
-        logits: torch.Tensor = out.logits[0]
+        return self._run_model(given[None], where[None], self._cache.over(batch), keep)[0]
+
+    def _run_model(
+        self, ids: torch.Tensor, positions: torch.Tensor, cache: PagedCache, keep: torch.Tensor | int = 0
+    ) -> torch.Tensor:
+        """Logits `[1, rows, vocabulary]` of the rows in `keep`, or of all."""
+        options = {self._cache_argument: cache, "logits_to_keep": keep, "use_cache": True}
+        logits: torch.Tensor = self.model(input_ids=ids, position_ids=positions, **options).logits
         return logits
 
     @torch.inference_mode()
     def _advance(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
-        """A token more for each; samples of a prompt part ways with their first."""
-        if not sequences:
-            return
+        """A token more for each that still runs; samples of a prompt part ways with their first."""
         index: list[int] = []
         everyone: list[Sequence] = []
         for at, sequence in enumerate(sequences):
+            if sequence.state is not State.RUNNING:  # it made room, or its caller went, while the device computed
+                continue
             sample_of = [sequence]
             for sample in range(1, self._samples(sequence)):
                 child = sequence.fork(sample, self.device)
@@ -475,6 +508,8 @@ class Worker:
                 sample_of.append(child)
             everyone += sample_of
             index += [at] * len(sample_of)
+        if not everyone:
+            return
         rows = [Row(s.request.sampling, s.tokens, s.generator) for s in everyone]
         for sequence, choice in zip(everyone, sampling.choose(logits[index], rows), strict=True):
             request = sequence.request
