@@ -102,6 +102,8 @@ class Room:
         """What becomes of a leaving slab that is empty now."""
         owner, heir = slab.owner, slab.heir
         tier = owner.tier
+        if heir is None and slab.holders and tier.allocated <= tier.capacity:
+            heir = owner  # drained: idle workers would keep it mapped, and nobody could have anything in its place
         owner.disown(slab)
         if heir is not None and heir.tenant is owner.tenant and slab.nbytes >= heir.frame_bytes and not tier.closed:
             heir.adopt(slab)
