@@ -34,6 +34,8 @@ class Attachment:
         self.read_only = read_only
         self.gpu = gpu
         self.lock = threading.Lock()
+        self.opening = threading.Lock()
+        """Held from a probe to the `open` that it is for: the daemon knows one probe a session."""
         self.slabs: dict[int, Mapping | DeviceMapping] = {}
         self.slab_tiers: dict[int, int] = {}
         self.retired: set[int] = set()

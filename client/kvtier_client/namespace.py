@@ -129,8 +129,9 @@ class NamespaceClient:
         opened = self._opened
         if opened is not None and opened[0] is attachment:
             return opened[1]
-        attachment.probe(self.spec.layout)
-        body = wire.Open(self.spec, self.seed, self.spec.layout.fingerprint(), True)
-        number = self.client.on(attachment, "open", body, wire.Opened).namespace
+        with attachment.opening:
+            attachment.probe(self.spec.layout)
+            body = wire.Open(self.spec, self.seed, self.spec.layout.fingerprint(), True)
+            number = self.client.on(attachment, "open", body, wire.Opened).namespace
         self._opened = (attachment, number)
         return number

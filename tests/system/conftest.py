@@ -44,11 +44,13 @@ def eventually(true: Callable[[], object], what: str, within: float = PATIENCE) 
 class Process:
     """A child of the test whose first line of output says that it is ready."""
 
-    def __init__(self, *command: str, errors: Path, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, *command: str, errors: Path, environment: dict[str, str] | None = None, python: str = sys.executable
+    ) -> None:
         self.errors = errors
         with errors.open("ab") as log:
             self.process: subprocess.Popen[bytes] = subprocess.Popen(
-                [sys.executable, "-m", *command],
+                [python, "-m", *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

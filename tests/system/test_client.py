@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from kvtier.errors import DaemonLost, ForkedClient, InvalidRequest, OutOfPages, 
 from kvtier.memory import Mapping
 from kvtier_client import GRANTED, ORPHAN, Client, local
 from tests.system.conftest import PATIENCE, ROOT, Daemon, MakeDaemon, eventually
-from tests.system.pages import LAYOUT, chain, fill, holds, put, read, write, wrong
+from tests.system.pages import LAYOUT, chain, fill, holds, open_space, put, read, write, wrong
 
 
 def test_only_whole_pages_are_found(daemon: Daemon) -> None:
@@ -281,6 +282,13 @@ def test_what_is_held_stays_mapped_when_the_daemon_is_lost_and_no_longer(daemon:
     assert mapped() < before
     with pytest.raises(DaemonLost), lease.attachment.hold():
         pass
+
+
+def test_threads_open_namespaces_at_once(daemon: Daemon) -> None:
+    client = daemon.client()
+    with ThreadPoolExecutor(8) as pool:
+        spaces = list(pool.map(lambda n: open_space(client, f"model {n}"), range(64)))
+    assert len({space.seed for space in spaces}) == 64
 
 
 def test_pages_in_the_middle_of_a_chain_are_reserved_by_their_own_keys_and_their_parents(daemon: Daemon) -> None:

@@ -1,0 +1,227 @@
+"""kvtier under real vLLM, on the CPU: what it may change is time. Whatever becomes of pages, daemon or engine, tokens are those
+that vLLM computes by itself.
+
+Greedy and in float32, so that the same prompt gives the same tokens however its KV came about.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvtier.keys import Namespace
+from kvtier_client import Client, NamespaceClient
+from tests.system.conftest import Daemon, eventually
+from tests.vllm.conftest import BLOCK, Engine, MakeEngine
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(100, 40_000) for _ in range(tokens)]
+
+
+def tokens_of(answers: list[dict[str, Any]]) -> list[list[int]]:
+    return [one["tokens"] for one in answers]
+
+
+def cached_of(answers: list[dict[str, Any]]) -> list[int]:
+    return [one["cached"] for one in answers]
+
+
+def forget(engine: Engine) -> None:
+    """vLLM's own prefix cache, so that what is cached next comes from kvtier."""
+    assert engine.do("result = llm.reset_prefix_cache()")
+
+
+def nothing_is_held(client: Client) -> bool:
+    sessions = client.sessions()
+    held = sum(one["leases"] + one["leased_pages"] + one["reserved_pages"] for one in sessions["sessions"])
+    return bool(held == 0 and sessions["quarantined_frames"] == 0)
+
+
+@pytest.fixture(scope="module")
+def plain(engines: MakeEngine) -> Engine:
+    """Without kvtier: what every other must say."""
+    return engines(None)
+
+
+@pytest.fixture(scope="module")
+def first(engines: MakeEngine, shared: Daemon) -> Engine:
+    return engines(shared.endpoint)
+
+
+def test_a_second_engine_starts_warm_and_says_the_same(
+    engines: MakeEngine, shared: Daemon, plain: Engine, first: Engine
+) -> None:
+    """Another process, another PYTHONHASHSEED; hits to the last whole block, and never of the whole prompt."""
+    long, exact, short = prompt(1, 300), prompt(2, 4 * BLOCK), prompt(3, BLOCK - 1)
+    other_end = long[: 8 * BLOCK] + prompt(4, BLOCK + 9)
+    asked = (long, exact, short)
+    cold = first.generate(*asked)
+    assert cached_of(cold) == [0, 0, 0]
+    assert tokens_of(cold) == tokens_of(plain.generate(*asked))
+    first.settle()
+    second = engines(shared.endpoint, environment={"PYTHONHASHSEED": "123"})
+    warm = second.generate(*asked)
+    assert cached_of(warm) == [9 * BLOCK, 3 * BLOCK, 0]
+    assert tokens_of(warm) == tokens_of(cold)
+    again = second.generate(other_end)
+    assert cached_of(again) == [8 * BLOCK], "all but its last blocks are shared"
+    assert tokens_of(again) == tokens_of(plain.generate(other_end))
+    with shared.client() as client:
+        eventually(lambda: nothing_is_held(client), "no lease and no reservation is left")
+    second.stop()
+
+
+def test_two_engines_at_once(engines: MakeEngine, shared: Daemon, plain: Engine, first: Engine) -> None:
+    """Both compute, save and load the same prefixes in the same moment."""
+    second = engines(shared.endpoint)
+    system = prompt(10, 5 * BLOCK)
+    for turn in range(3):
+        asked = [system + prompt(100 * turn + n, 40 + 30 * n) for n in range(4)]
+        for engine in (first, second):
+            engine.tell(f"result = generate({asked}, 4)")
+        answers = [first.heard(), second.heard()]
+        wanted = tokens_of(plain.generate(*asked, tokens=4))
+        assert [tokens_of(one) for one in answers] == [wanted, wanted]
+    forget(second)
+    assert min(cached_of(second.generate(*asked, tokens=4))) >= 5 * BLOCK
+    with shared.client() as client:
+        eventually(lambda: nothing_is_held(client), "no lease and no reservation is left")
+    second.stop()
+
+
+def test_decoded_tokens_are_kept_as_well(plain: Engine, first: Engine) -> None:
+    """The next turn of a conversation begins with the answer of the last."""
+    asked = prompt(20, 3 * BLOCK)
+    answer = first.generate(asked, tokens=BLOCK + 8)[0]["tokens"]
+    first.settle()
+    forget(first)
+    following = asked + answer + prompt(21, 10)
+    warm = first.generate(following)
+    assert cached_of(warm) == [4 * BLOCK]
+    assert tokens_of(warm) == tokens_of(plain.generate(following))
+
+
+def test_pages_that_go_between_lookup_and_load_are_computed(plain: Engine, first: Engine, shared: Daemon) -> None:
+    asked = [prompt(30 + n, 200) for n in range(3)]
+    first.generate(*asked)
+    first.settle()
+    forget(first)
+    first.do(
+        "from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole\n"
+        "scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler\n"
+        "allocated = scheduler.allocated\n"
+        "def evicting(*given):\n"
+        "    worker()._link.client().evict(everything=True)\n"
+        "    allocated(*given)\n"
+        "scheduler.allocated = evicting"
+    )
+    answers = first.generate(*asked)
+    first.do("del scheduler.allocated")
+    assert tokens_of(answers) == tokens_of(plain.generate(*asked))
+    assert first.do("result = len(worker()._heard.failed)") == 0, "what failed was told"
+    first.settle()
+    forget(first)
+    assert cached_of(first.generate(*asked)) == [6 * BLOCK] * 3, "and what was computed instead is kept"
+
+
+def test_only_right_bytes_give_right_tokens(plain: Engine, first: Engine, shared: Daemon) -> None:
+    """The control: with other bytes under the right keys the answer changes. So the KV that other tests load is used."""
+    asked = prompt(40, 300)
+    wanted = tokens_of(first.generate(asked))
+    first.settle()
+    forget(first)
+    assert tokens_of(first.generate(asked)) == wanted == tokens_of(plain.generate(asked))
+    forget(first)
+    (packed,) = first.do(
+        "import msgspec; result = [msgspec.msgpack.encode(one).hex() for one in worker()._spaces.values()]"
+    )
+    with shared.client() as client:
+        space = NamespaceClient(client, msgspec.msgpack.decode(bytes.fromhex(packed), type=Namespace))
+        pages = client.inventory(space.seed)["pages"]
+        spoilt = 0
+        for page in pages:
+            with space.borrow([bytes.fromhex(page["key"])]) as lease:
+                for one in lease:
+                    one.numpy().view("f4")[...] *= -1.5
+                    spoilt += 1
+    assert spoilt
+    spoiled = first.generate(asked)
+    assert cached_of(spoiled) == [9 * BLOCK] and tokens_of(spoiled) != wanted
+    with shared.client() as client:
+        client.evict(everything=True)
+
+
+def test_kvtierd_may_be_killed_and_come_back(engines: MakeEngine, plain: Engine, first: Engine, shared: Daemon) -> None:
+    asked = [prompt(50 + n, 150) for n in range(4)]
+    wanted = tokens_of(plain.generate(*asked, tokens=16))
+    first.generate(*asked, tokens=16)
+    first.settle()
+    forget(first)
+    first.tell(f"result = generate({asked}, 16)")
+    shared.kill()
+    assert tokens_of(first.heard()) == wanted
+    forget(first)
+    assert tokens_of(first.generate(*asked, tokens=16)) == wanted, "nobody is there, and it serves"
+    late = engines(shared.endpoint)  # it comes up without kvtierd too
+    assert tokens_of(late.generate(*asked, tokens=16)) == wanted
+    shared.start()
+
+    def found() -> bool:
+        for engine in (first, late):
+            forget(engine)
+            answers = engine.generate(*asked, tokens=16)
+            assert tokens_of(answers) == wanted
+            engine.settle()
+        return cached_of(answers) == [4 * BLOCK] * 4
+
+    eventually(found, "both have found it again, and each other's pages", within=90)
+    late.stop()
+
+
+def test_a_small_kv_cache_with_preemption(engines: MakeEngine, shared: Daemon) -> None:
+    """Blocks are taken from requests and used again while they are saved and loaded. Beside vLLM in the same straits."""
+    straits = {"num_gpu_blocks_override": 20, "max_num_seqs": 6, "max_model_len": 512}
+    asked = [prompt(60 + n % 5, 150) + prompt(600 + n, 20) for n in range(10)]
+    alone = engines(None, **straits)
+    wanted = tokens_of(alone.generate(*asked, tokens=24))
+    preempted = "sum(one.num_preemptions for one in seen)"
+    alone.stop()
+    engine = engines(shared.endpoint, **straits)
+    engine.do(
+        "scheduler = llm.llm_engine.engine_core.engine_core.scheduler\nseen = set()\npreempt = scheduler._preempt_request\n"
+        "def spying(request, *given, **more):\n    seen.add(request)\n    return preempt(request, *given, **more)\n"
+        "scheduler._preempt_request = spying"
+    )
+    for turn in range(3):
+        assert tokens_of(engine.generate(*asked, tokens=24)) == wanted, turn
+        engine.settle()
+        forget(engine)
+    assert engine.do(f"result = {preempted}") > 0, "nothing was preempted: the test shows nothing"
+    assert engine.do("result = worker()._tally.take()")["loaded_tokens"] > 0
+    with shared.client() as client:
+        eventually(lambda: nothing_is_held(client), "no lease and no reservation is left")
+    engine.stop()
+
+
+def test_another_dtype_finds_nothing_and_prefix_caching_may_be_off(
+    engines: MakeEngine, shared: Daemon, first: Engine
+) -> None:
+    asked = prompt(70, 200)
+    first.generate(asked)
+    first.settle()
+    other = engines(shared.endpoint, dtype="bfloat16", enable_prefix_caching=False)
+    cold = other.generate(asked)
+    assert cached_of(cold) == [0], "what one wrote the other does not read"
+    other.settle()
+    warm = other.generate(asked)
+    assert cached_of(warm) == [6 * BLOCK] and tokens_of(warm) == tokens_of(cold)
+    salted = other.generate(asked, cache_salt="another user")
+    assert cached_of(salted) == [0], "nor a user with a salt of his own"
+    other.stop()
