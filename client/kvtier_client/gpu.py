@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,10 @@ class DeviceMapping:
         self.gpu = gpu
         self.nbytes = nbytes
         self.address = device.import_(handle)
-        self._uses: weakref.WeakSet[_Use] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._uses = 0
+        self._unwanted = False
+        self._mapped = True
 
     @property
     def view(self) -> memoryview:
@@ -34,17 +38,37 @@ class DeviceMapping:
         import torch
 
         cupy: Any = importlib.import_module("cupy")
-        use = _Use()
-        self._uses.add(use)
-        memory = cupy.cuda.UnownedMemory(self.address, self.nbytes, use, self.gpu.ordinal)
+        memory = cupy.cuda.UnownedMemory(self.address, self.nbytes, self.use(), self.gpu.ordinal)
         array = cupy.ndarray((length,), cupy.uint8, cupy.cuda.MemoryPointer(memory, offset))
         return torch.as_tensor(array, device=f"cuda:{self.gpu.ordinal}")
 
+    def use(self) -> object:
+        """What keeps it mapped for as long as it lives."""
+        use = _Use()
+        with self._lock:
+            self._uses += 1
+        weakref.finalize(use, self._used).atexit = False
+        return use
+
     def close(self) -> bool:
-        """Unmap; False, with the mapping still good, while a tensor over it is left."""
-        if len(self._uses):
+        """Unmap; False, with the mapping still good, while a tensor over it is left: it goes with the last of them."""
+        with self._lock:
+            self._unwanted = True
+            return self._unmap()
+
+    def _used(self) -> None:
+        """A use is over."""
+        with self._lock:
+            self._uses -= 1
+            if self._unwanted:
+                self._unmap()
+
+    def _unmap(self) -> bool:
+        if self._uses:
             return False
-        device.unimport(self.address)
+        if self._mapped:
+            self._mapped = False
+            device.unimport(self.address)
         return True
 
 

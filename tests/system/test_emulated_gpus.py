@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvtier import device, driver
-from kvtier.errors import InvalidRequest, OutOfPages
+from kvtier.errors import DaemonLost, InvalidRequest, OutOfPages
 from kvtier_client import Client, NamespaceClient
+from kvtier_client.gpu import DeviceMapping
 from tests.system.conftest import Daemon, MakeDaemon, eventually
 from tests.system.pages import chain, open_space
 
@@ -218,3 +219,24 @@ def test_a_soak_of_random_operations(make: MakeDaemon, emulated: None) -> None:
         "every frame free",
     )
     assert client.stats()["counters"]["lost"] == 0
+
+
+def test_gpu_memory_of_a_lost_daemon_is_unmapped_with_the_last_tensor_over_it(gpus: Daemon) -> None:
+    client = gpus.client(device=0)
+    space = open_space(client)
+    keys = chain(space, 4, 4)
+    with space.reserve(keys) as reservation:
+        reservation.commit()
+    lease = space.borrow(keys, tier="cuda")
+    mapping = lease.attachment.mapping(lease[0].handle.slab)
+    assert isinstance(mapping, DeviceMapping)
+    uses = [mapping.use(), mapping.use()]  # as tensors over it are
+    gpus.kill()
+    with pytest.raises(DaemonLost):
+        space.lookup(keys)
+    imported = sys.modules["cupy"]._imported
+    assert not lease.attachment.slabs and list(imported) == [mapping.address]
+    uses.pop()
+    assert imported
+    uses.pop()
+    assert not imported, "a dead daemon's memory is held no longer than it is used"
