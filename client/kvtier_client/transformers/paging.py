@@ -13,20 +13,41 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvtier.errors import DaemonLost, KvtierError
+from kvtier.errors import KvtierError
 from kvtier.layout import ALIGNMENT, AttentionLayout
 from kvtier.schedule import Schedule
 from kvtier_client.pages import Lease, PageView, Reservation
 
 
 class Hold:
-    """A lease or a reservation, and how many pages stand on it. `of` None: memory of this process."""
+    """A lease or a reservation, and how many pages stand on it; meanwhile its memory stays mapped, whatever becomes of the
+    daemon. `of` None: memory of this process."""
 
-    __slots__ = ("of", "pages")
+    __slots__ = ("_mapped", "of", "pages")
 
     def __init__(self, of: Lease | Reservation | None) -> None:
         self.of = of
         self.pages = 0
+        self._mapped: contextlib.AbstractContextManager[None] | None = None
+
+    def enter(self) -> None:
+        """A page more. Raises DaemonLost if the memory may be gone."""
+        if self.of is not None and self._mapped is None:
+            mapped = self.of.attachment.hold()
+            mapped.__enter__()
+            self._mapped = mapped
+        self.pages += 1
+
+    def leave(self) -> bool:
+        """A page less; whether that was the last, and `unmap` is due."""
+        self.pages -= 1
+        return self.pages == 0
+
+    def unmap(self) -> None:
+        """Nobody reads or writes there any more."""
+        if self._mapped is not None:
+            self._mapped.__exit__(None, None, None)
+            self._mapped = None
 
 
 class Page:
@@ -46,23 +67,24 @@ class Page:
         self.slot = slot
         self.refs = 1
         self.asked = False
-        hold.pages += 1
+        hold.enter()
 
     def __repr__(self) -> str:
         return f"<Page {self.number}: {self.refs} holders, {'leased' if self.slot < 0 else f'slot {self.slot}'}>"
 
     def move(self, view: PageView, hold: Hold, leftovers: Leftovers) -> None:
         """Stand on the lease of an equal page from now on."""
+        hold.enter()
         leftovers.add(self)
         self.units, self.address = view.torch(), address_of(view)
         self.hold, self.slot = hold, -1
-        hold.pages += 1
         Page.moves += 1
 
     def published(self, hold: Hold) -> None:
         """What was written in the slot is a page now, which `hold` keeps."""
-        self.hold.pages -= 1
-        hold.pages += 1
+        hold.enter()
+        if self.hold.leave():
+            self.hold.unmap()  # what is mapped is the same, and `hold` keeps it
         self.hold, self.slot = hold, -1
 
 
@@ -80,9 +102,10 @@ class Leftovers:
     def __init__(self) -> None:
         self.leases: list[Lease] = []
         self.slots: dict[int, tuple[Reservation, list[int]]] = {}
+        self.holds: list[Hold] = []
 
     def __bool__(self) -> bool:
-        return bool(self.leases or self.slots)
+        return bool(self.leases or self.slots or self.holds)
 
     def drop(self, pages: Iterable[Page]) -> None:
         """One holder less for each."""
@@ -95,11 +118,13 @@ class Leftovers:
     def add(self, page: Page) -> None:
         """What the page stands on, which it leaves."""
         hold = page.hold
-        hold.pages -= 1
+        last = hold.leave()
         if isinstance(hold.of, Reservation):
             self.slots.setdefault(id(hold.of), (hold.of, []))[1].append(page.slot)
-        elif hold.of is not None and hold.pages == 0:
+        elif hold.of is not None and last:
             self.leases.append(hold.of)
+        if last:
+            self.holds.append(hold)
 
     def give_back(self, after: Any = None) -> None:
         """Release and abort, when `after` (a CUDA event) is done. A lost daemon has taken it all back already."""
@@ -110,8 +135,10 @@ class Leftovers:
                 lease.release()
         for reservation, slots in self.slots.values():
             if slots:
-                with contextlib.suppress(DaemonLost):
+                with contextlib.suppress(KvtierError):
                     reservation.abort(slots)
+        for hold in self.holds:
+            hold.unmap()
 
 
 def on_lease(lease: Lease, first: int = 0) -> list[Page]:

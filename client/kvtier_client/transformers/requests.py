@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import ClassVar, NamedTuple
 
 from kvtier.errors import KvtierError
@@ -46,6 +46,8 @@ class Request:
         self.cancelled = threading.Event()
         self._out: queue.SimpleQueue[Token | BaseException | None] = queue.SimpleQueue()
         self._ended: BaseException | bool | None = False
+        self._lock = threading.Lock()
+        self._hand_over: Callable[[Token | BaseException | None], object] = self._out.put
 
     @property
     def prompt_tokens(self) -> int:
@@ -66,6 +68,14 @@ class Request:
             else:
                 self._ended = item
 
+    def listen(self, call: Callable[[Token | BaseException | None], object]) -> None:
+        """Instead of iterating: have `call` called with each token when it is made, and at the end with None or what went
+        wrong. It is called in the worker's thread, so it must be quick and not raise; here first, with what there is."""
+        with self._lock:
+            while not self._out.empty():
+                call(self._out.get())
+            self._hand_over = call
+
     def cancel(self) -> None:
         """Take it back: what it holds is given up at the worker's next step. Never raises, may be called at any time."""
         self.cancelled.set()
@@ -73,15 +83,19 @@ class Request:
     # The worker's side
 
     def put(self, token: Token) -> None:
-        self._out.put(token)
+        self._put(token)
 
     def end(self, sample: int, how: str) -> None:
         """One sample ended; with the last of them the iteration does."""
         if self.finish[sample] is None:
             self.finish[sample] = how
             if None not in self.finish:
-                self._out.put(None)
+                self._put(None)
 
     def fail(self, error: BaseException) -> None:
         """All samples end in an error."""
-        self._out.put(error)
+        self._put(error)
+
+    def _put(self, item: Token | BaseException | None) -> None:
+        with self._lock:
+            self._hand_over(item)
