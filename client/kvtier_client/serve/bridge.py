@@ -1,8 +1,9 @@
 """From the worker's thread to the event loop, and how much may wait.
 
-A worker's request is a blocking iterator, so each has a thread that follows it and hands what comes to the loop that
-asked. The loop itself never waits for the worker. A `Run` is what one HTTP request asked for: one request of the worker
-a prompt, their events in one queue, together with the news that the client has gone.
+The worker hands over tokens in its own thread; a `Mailbox` takes them and wakes the loop once for all that came since it
+last looked, so that a batch costs the worker one wake-up a step. The loop never waits for the worker. A `Run` is what one
+HTTP request asked for: one request of the worker a prompt, their events in one queue, together with the news that the
+client has gone.
 Not here: what tokens mean (`text`, `answers`).
 """
 
@@ -10,16 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvtier.errors import KvtierError
 from kvtier_client.serve.schema import Refused
-
-log = logging.getLogger(__name__)
 
 
 class Event(NamedTuple):
@@ -32,6 +29,28 @@ class Event(NamedTuple):
 
 class Gone(Exception):
     """The client has closed its connection: nobody waits for the answer."""
+
+
+class Mailbox:
+    """Calls that any thread posts and `loop` makes, in order."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._posted: deque[tuple[Callable[[Any], object], Any]] = deque()
+        self._rung = False
+
+    def post(self, call: Callable[[Any], object], argument: Any) -> None:
+        self._posted.append((call, argument))
+        if not self._rung:
+            self._rung = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._rung = False  # before looking: what is posted from here on rings again
+        while self._posted:
+            call, argument = self._posted.popleft()
+            call(argument)
 
 
 @dataclass(slots=True)
@@ -56,6 +75,7 @@ class Bridge:
         """Samples that the worker has not ended."""
         self._worker = worker
         self._runs: set[Run] = set()
+        self._mailbox: Mailbox | None = None
         self._closing = False
 
     def admit(self, samples: int) -> None:
@@ -76,7 +96,9 @@ class Bridge:
     def submit(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Any], salt: str = "") -> Run:
         """Start making the answers to `prompts`. On the event loop. Raises Refused, or what the worker refuses."""
         self.admit(sum(sampling.n for sampling in samplings))
-        run = Run(self, asyncio.get_running_loop())
+        if self._mailbox is None:
+            self._mailbox = Mailbox(asyncio.get_running_loop())
+        run = Run(self, self._mailbox)
         self._runs.add(run)
         try:
             for prompt, sampling in zip(prompts, samplings, strict=True):
@@ -110,11 +132,11 @@ class Bridge:
 class Run:
     """What one HTTP request asked for. Belongs to the loop that made it."""
 
-    def __init__(self, bridge: Bridge, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, bridge: Bridge, mailbox: Mailbox) -> None:
         self.requests: list[Any] = []
         """The worker's, one a prompt."""
         self._bridge = bridge
-        self._loop = loop
+        self._mailbox = mailbox
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
         self._open = 0
         self._closed = False
@@ -130,8 +152,19 @@ class Run:
         self.requests.append(request)
         self._open += 1
         self._bridge.in_flight += samples
-        name = f"kvtier-serve-{number}"
-        threading.Thread(target=self._pump, args=(request, number, samples), name=name, daemon=True).start()
+        made = 0
+
+        def take(item: Any) -> None:
+            nonlocal made
+            if item is not None and not isinstance(item, BaseException):
+                made += 1
+                self._events.put_nowait(Event(number, item))
+                return
+            self._open -= 1
+            self._events.put_nowait(Event(number, None, item))
+            self._bridge.ended(self, request, samples, made)
+
+        request.listen(lambda item: self._mailbox.post(take, item))
 
     def watch(self, receive: Callable[[], Awaitable[Any]]) -> None:
         """From now on, `events` raises Gone when the client has gone."""
@@ -141,7 +174,7 @@ class Run:
                 pass
             self._events.put_nowait(None)
 
-        self._watch = self._loop.create_task(wait())
+        self._watch = asyncio.create_task(wait())
 
     async def events(self) -> list[Event]:
         """What has come, at least one; all of it where several have. Raises Gone."""
@@ -168,27 +201,3 @@ class Run:
             self._bridge.totals.cancelled += 1
             for request in self.requests:
                 request.cancel()
-
-    def _pump(self, request: Any, number: int, samples: int) -> None:
-        error: BaseException | None = None
-        made = 0
-        try:
-            for token in request:
-                made += 1
-                self._post(self._events.put_nowait, Event(number, token))
-        except KvtierError as failure:
-            error = failure
-        except Exception as failure:
-            log.exception("a request failed in a way that was not foreseen")
-            error = failure
-        self._post(self._end, Event(number, None, error), samples, made)
-
-    def _end(self, event: Event, samples: int, made: int) -> None:
-        self._open -= 1
-        self._events.put_nowait(event)
-        self._bridge.ended(self, self.requests[event.prompt], samples, made)
-
-    def _post(self, call: Callable[..., object], *arguments: object) -> None:
-        """Have the loop call; nobody is left to tell where it has closed."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(call, *arguments)
