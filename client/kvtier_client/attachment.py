@@ -71,8 +71,6 @@ class Attachment:
             for name, medium, of in welcome.tiers
             if medium == "host" or (medium == "cuda" and gpu is not None and of == gpu.uuid)
         )
-        self._poll = select.poll()
-        self._poll.register(self.connection, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
         self._readable = select.poll()
         self._readable.register(self.connection, select.POLLIN)
 
@@ -82,7 +80,12 @@ class Attachment:
 
     def alive(self) -> bool:
         """Whether the daemon still holds its end."""
-        return self.connection.fileno() >= 0 and not self._poll.poll(0)
+        descriptor = self.connection.fileno()
+        if descriptor < 0:
+            return False
+        poll = select.poll()  # one a call: two threads may not be in the same one
+        poll.register(descriptor, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
+        return not poll.poll(0)
 
     def mapping(self, slab: int) -> Mapping | DeviceMapping:
         """The slab in this process's memory, mapped at first use. Raises SlabError, DaemonLost."""

@@ -291,6 +291,14 @@ def test_threads_open_namespaces_at_once(daemon: Daemon) -> None:
     assert len({space.seed for space in spaces}) == 64
 
 
+def test_many_threads_ask_at_once_whether_the_daemon_lives(daemon: Daemon) -> None:
+    attachment = daemon.client().current()
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(lambda _: all(attachment.alive() for _ in range(2000)), range(8)))
+    daemon.kill()
+    assert not attachment.alive()
+
+
 def test_pages_in_the_middle_of_a_chain_are_reserved_by_their_own_keys_and_their_parents(daemon: Daemon) -> None:
     space = daemon.space()
     keys = chain(space, 12, 6)
