@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from tests.system.conftest import Daemon, MakeDaemon, make, place
 __all__ = ["make", "place"]
 
 collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
+if importlib.util.find_spec("transformers") is None:
+    collect_ignore_glob.append("test_worker.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

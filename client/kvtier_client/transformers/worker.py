@@ -97,7 +97,7 @@ class Worker:
         self._spaces: dict[str, NamespaceClient] = {"": open_namespace(client, model, **self._naming)}
         self._cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         self._cache = PagedCache(self.description.layout)
-        self._decoder = self._make_decoder(cuda_graphs) if on_gpu else None
+        self._decoder: Any = self._make_decoder(cuda_graphs) if on_gpu else None
         self._own_attention = model.config._attn_implementation
         model.set_attn_implementation(attention.NAME)
 
