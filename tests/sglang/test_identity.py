@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.keys import Namespace
-from kvtier_client.sglang.identity import Options, namespace, options
+from kvtier_client.sglang.identity import Options, files, namespace, options
 
 CONFIG = {
     "model_name": "served",
@@ -96,6 +98,8 @@ def test_whatever_differs_gives_other_keys() -> None:
                 ("quantization", "fp8"),
                 ("load_format", "dummy"),
                 ("json_model_override_args", '{"rope_scaling": 2}'),
+                ("files", "1"),
+                ("adapters", "one"),
             )
         ),
     ]
@@ -104,7 +108,6 @@ def test_whatever_differs_gives_other_keys() -> None:
 
 def test_the_same_settings_give_the_same_keys_and_what_does_not_matter_does_not() -> None:
     assert space().digest() == space().digest()
-    assert space(facts={"served_by": "me"}).digest() == space().digest()
     assert space(given=Options(timeout=9.0, endpoint="/run/x", copy_threads=3)).digest() == space().digest()
     ranks = [space({"is_mla_model": True, "tp_rank": rank, "tp_size": 4}).digest() for rank in range(4)]
     assert len(set(ranks)) == 1, "MLA pages are the same on every rank"
@@ -147,3 +150,22 @@ def test_options_stand_among_sglangs_own() -> None:
 def test_an_option_that_cannot_be_used_is_refused(extra: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         options(extra)
+
+
+def test_the_files_of_a_model_stand_for_its_contents(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    assert files(str(model / "none")) == ""
+    empty = files(str(model))
+    (model / "model.safetensors").write_bytes(b"weights")
+    first = files(str(model))
+    (model / "README.md").write_text("of no matter")
+    assert files(str(model)) == first != empty
+    os.utime(model / "model.safetensors", ns=(1, 1))
+    touched = files(str(model))
+    (model / "model.safetensors").write_bytes(b"weights!")
+    os.utime(model / "model.safetensors", ns=(1, 1))
+    longer = files(str(model))
+    (model / "part").mkdir()
+    (model / "part" / "config.json").write_text("{}")
+    assert len({first, touched, longer, files(str(model)), files(str(model / "model.safetensors"))}) == 5

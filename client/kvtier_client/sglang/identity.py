@@ -1,14 +1,16 @@
 """What two SGLang servers must have in common to share pages, as a namespace; and the options of the backend.
 
 SGLang's own keys cover tokens, adapters and salts, and nothing else: the model that it passes on is only the name it is
-served under, and a pool of 8-bit numbers does not tell which 8-bit type. All that is added here. What differs in any of it
-finds nothing of the other's.
+served under, an adapter is its name and path, and a pool of 8-bit numbers does not tell which 8-bit type. All that is added
+here, and what files there were under those paths. What differs in any of it finds nothing of the other's.
 Not here: how pages move (`pages`), what SGLang calls (`storage`).
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -47,6 +49,9 @@ FACTS = (
 """Settings of the server that decide what its KV is, by the names that SGLang has for them."""
 
 
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json")
+
+
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=lambda name: _PREFIX + name):
     """What stands in `--hicache-storage-backend-extra-config` under names that begin with "kvtier_"."""
 
@@ -78,7 +83,7 @@ def namespace(
     config: Any, pool: Any, sizes: Sequence[int], given: Options, facts: Mapping[str, str], *, flat: bool
 ) -> Namespace:
     """Of one rank's pages. `config` is SGLang's HiCacheStorageConfig, `pool` its host pool, whose pages lie in pieces of
-    `sizes`; `facts` are those of `FACTS` that are known; `flat` pages are in the order of the copying interface.
+    `sizes`; `facts` is whatever else is known to decide what KV is; `flat` pages are in the order of the copying interface.
 
     MLA pages are the same on all ranks, so they belong to rank 0 of the width. Raises ConfigError where what the pages
     are cannot be told.
@@ -92,8 +97,7 @@ def namespace(
             "the KV pool holds 8-bit numbers and SGLang does not say of which type, so another server could misread them: "
             'name it in the extra config, as "kvtier_kv_dtype": "fp8_e4m3"'
         )
-    extra = {name: value for name, value in facts.items() if name in FACTS}
-    extra["kv_cache_dtype"] = kv_dtype
+    extra = {**facts, "kv_cache_dtype": kv_dtype}
     extra["context_parallel"] = f"{config.attn_cp_rank}/{config.attn_cp_size} {config.dcp_rank}/{config.dcp_size}"
     extra["replicated"] = str(bool(config.is_mla_model))
     return Namespace(
@@ -116,3 +120,18 @@ def arrangement(pool: Any, sizes: Sequence[int], *, flat: bool) -> str:
     geometry = " ".join(f"{name}={getattr(pool, name)}" for name in _GEOMETRY if getattr(pool, name, None) is not None)
     order = "flat" if flat else "as it lies"
     return f"sglang {type(pool).__name__} {pool.layout} {order}, {pieces}, {geometry}"
+
+
+def files(path: str) -> str:
+    """What stands for the files of a model or adapter at `path`: names, sizes and times, since reading them takes minutes.
+    "" where there are none."""
+    folder = Path(path)
+    if folder.is_dir():
+        digest = hashlib.blake2b(digest_size=16)
+        for file in sorted(each for each in folder.rglob("*") if each.suffix in _WEIGHTS and each.is_file()):
+            status = file.stat()
+            digest.update(f"{file.relative_to(folder)} {status.st_size} {status.st_mtime_ns}\n".encode())
+        return digest.hexdigest()
+    if folder.is_file():
+        return f"{folder.stat().st_size} {folder.stat().st_mtime_ns}"
+    return ""

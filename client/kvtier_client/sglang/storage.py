@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName
 
 from kvtier.errors import ConfigError
-from kvtier_client.sglang.identity import FACTS, namespace, options
+from kvtier_client.sglang.identity import FACTS, files, namespace, options
 from kvtier_client.sglang.pages import PageStore, Pieces
 
 log = logging.getLogger(__name__)
@@ -161,10 +162,31 @@ def _facts() -> dict[str, str]:
     try:
         from sglang.srt import runtime_context
 
-        model = runtime_context.get_model()
+        model, adapters = runtime_context.get_model(), runtime_context.get_lora().lora_paths or ()
     except (AttributeError, ImportError, ValueError):
         return {}
-    return {name: str(getattr(model, name)) for name in FACTS if getattr(model, name, None) is not None}
+    facts = {name: str(getattr(model, name)) for name in FACTS if getattr(model, name, None) is not None}
+    path = str(model.model_path)
+    facts["files"] = files(path) or _commit(path, getattr(model, "revision", None))
+    facts["adapters"] = " ".join(map(_adapter, adapters))
+    return facts
+
+
+def _adapter(reference: Any) -> str:
+    """One of --lora-paths: SGLang's keys have its name and path, and here are its files."""
+    path = str(getattr(reference, "lora_path", reference))
+    return f"{getattr(reference, 'lora_name', '')} {path} {files(path)}"
+
+
+def _commit(name: str, revision: str | None) -> str:
+    """Which commit of a model of the hub is in this host's cache, "" if none. Asks nobody."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(name, "config.json", revision=revision)
+    except ValueError:  # no name that the hub could have
+        return ""
+    return Path(found).parent.name if isinstance(found, str) else ""
 
 
 def _plain(page: Any) -> bool:

@@ -7,10 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt import runtime_context
+from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
@@ -96,6 +99,63 @@ def test_what_one_server_stores_a_different_one_never_reads(server: MakeServer, 
     assert different.load(tokens) == 0
     assert different.store(tokens) == 4 * PAGE and different.load(tokens) == 4
     assert server().load(tokens) == 4, "and what it stores does not harm the first"
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
+    """What a server that runs would have published, of a model and an adapter in `tmp_path`."""
+    for name in ("model", "adapter"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights.safetensors").write_bytes(b"1")
+    model = SimpleNamespace(model_path=str(tmp_path / "model"), revision=None, dtype="auto", kv_cache_dtype="fp8_e4m3")
+    reference = LoRARef(lora_name="adapter", lora_path=str(tmp_path / "adapter"))  # which has a new id each time
+    lora = SimpleNamespace(lora_paths=[reference])
+    monkeypatch.setattr(runtime_context, "get_model", lambda: model)
+    monkeypatch.setattr(runtime_context, "get_lora", lambda: lora)
+    return SimpleNamespace(model=model, lora=lora, place=tmp_path)
+
+
+@pytest.mark.parametrize("what", ["model", "adapter"])
+def test_new_weights_under_an_old_path_find_nothing_of_the_old(
+    server: MakeServer, started: SimpleNamespace, what: str
+) -> None:
+    """Cases 1 and 43: what SGLang passes on is a name, and the same."""
+    tokens = prompt(1, 4)
+    assert server().store(tokens) == 4 * PAGE
+    started.lora.lora_paths = [LoRARef(lora_name="adapter", lora_path=started.lora.lora_paths[0].lora_path)]
+    assert server().load(tokens) == 4, "a restart alone changes nothing"
+    (started.place / what / "weights.safetensors").write_bytes(b"22")
+    assert server().load(tokens) == 0
+
+
+def test_a_server_that_runs_says_which_eight_bit_type_its_pages_are_of(
+    server: MakeServer, started: SimpleNamespace
+) -> None:
+    tokens = prompt(1, 4)
+    assert server(dtype=torch.float8_e4m3fn).store(tokens) == 4 * PAGE
+    started.model.kv_cache_dtype = "fp8_e5m2"
+    assert server(dtype=torch.float8_e5m2).load(tokens) == 0
+    started.model.kv_cache_dtype = "fp8_e4m3"
+    assert server(dtype=torch.float8_e4m3fn).load(tokens) == 4
+
+
+def test_a_model_of_the_hub_is_known_by_the_commit_that_is_cached(
+    server: MakeServer, started: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants
+
+    cache = started.place / "hub"
+    repository = cache / "models--org--model"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    started.model.model_path = "org/model"
+    commits: list[str] = []
+    for commit in ("a" * 40, "b" * 40):
+        (repository / "refs").mkdir(parents=True, exist_ok=True)
+        (repository / "refs" / "main").write_text(commit)
+        (repository / "snapshots" / commit).mkdir(parents=True)
+        (repository / "snapshots" / commit / "config.json").write_text("{}")
+        commits.append(server().backend._stores[False].spec.extra["files"])
+    assert commits == ["a" * 40, "b" * 40]
 
 
 def test_mla_is_written_by_one_rank_and_read_by_all(server: MakeServer) -> None:
