@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx2
 import pytest
 from langchain_openai import ChatOpenAI
-from openai import BadRequestError
+from openai import BadRequestError, OpenAI
 
+from kvtier_client import Client
 from kvtier_client.local import LocalDaemon
-from tests.system.conftest import Process
+from tests.system.conftest import Process, eventually
 from tests.transformers.conftest import FOLDER, load
 
 SYSTEM = " ".join(
@@ -156,6 +158,54 @@ def test_a_context_that_is_too_long_is_an_error_it_knows(server: Server) -> None
     with pytest.raises(BadRequestError) as caught:
         server.model().invoke("word " * 9000)
     assert caught.value.code == "context_length_exceeded"
+
+
+def test_what_openai_s_client_asks_for_reaches_the_model(server: Server, said: Said) -> None:
+    client = OpenAI(base_url=server.ready["url"], api_key="none", max_retries=0, timeout=60)
+    model = server.ready["model"]
+    assert [listed.id for listed in client.models.list()] == [model]
+
+    def drawn(seed: int) -> list[str]:
+        answer = client.completions.create(
+            model=model, prompt="Once upon a", max_tokens=8, n=2, seed=seed, temperature=1
+        )
+        return [choice.text for choice in answer.choices]
+
+    first = drawn(1)
+    assert first == drawn(1) and first != drawn(2) and first[0] != first[1]
+    answer = client.chat.completions.create(
+        model=model,
+        messages=[{"role": role, "content": text} for role, text in ask()],
+        max_tokens=4,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    (choice,) = answer.choices
+    content = choice.logprobs.content
+    assert (
+        "".join(entry.token for entry in content) == choice.message.content == said.text[: len(choice.message.content)]
+    )
+    for entry in content:
+        best, second = entry.top_logprobs
+        assert (best.token, best.logprob) == (entry.token, entry.logprob) and second.logprob < best.logprob <= 0
+
+
+def test_a_client_that_hangs_up_leaves_nothing_behind(server: Server, host: Host) -> None:
+    root = server.ready["url"].removesuffix("/v1")
+    body = {"prompt": "Once upon a time", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with httpx2.Client(timeout=60) as client, host.daemon.client() as operator:
+        with client.stream("POST", f"{server.ready['url']}/completions", json=body) as response:
+            next(response.iter_lines())
+            assert client.get(f"{root}/health").json()["samples_in_flight"] == 1
+        eventually(lambda: client.get(f"{root}/health").json()["samples_in_flight"] == 0, "it is cancelled")
+        eventually(lambda: held(operator) == (0, 0), "its pages are given back")
+
+
+def held(operator: Client) -> tuple[int, int]:
+    """Leases and reserved pages of the server."""
+    (session,) = (one for one in operator.sessions()["sessions"] if one["name"].startswith("serve "))
+    return session["leases"], session["reserved_pages"]
 
 
 def test_it_outlives_kvtierd(server: Server, said: Said, host: Host) -> None:

@@ -144,7 +144,11 @@ class EventStream(StreamingResponse):
     """Ends the run however the response ends, also where it never began."""
 
     def __init__(self, stream: Stream, run: Run) -> None:
-        super().__init__(stream.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        headers = {
+            "Cache-Control": "no-cache",
+            "X-Accel-Buffering": "no",
+        }  # caches and nginx pass each event on at once
+        super().__init__(stream.events(), media_type="text/event-stream", headers=headers)
         self._run = run
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

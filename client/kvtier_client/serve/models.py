@@ -24,14 +24,14 @@ log = logging.getLogger(__name__)
 def find_device(wanted: str | None) -> torch.device:
     """Raises ConfigError for one that is not there."""
     if wanted is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(wanted)
     except RuntimeError as error:
         raise ConfigError(f"--device {wanted}: {error}") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"--device {wanted}: torch sees {torch.cuda.device_count()} CUDA devices here")
-    return device
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def load(source: str, *, device: torch.device, dtype: str = "auto", revision: str | None = None) -> tuple[Any, Any]:
