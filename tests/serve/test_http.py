@@ -13,6 +13,7 @@ import httpx2
 import pytest
 
 from kvtier.errors import DaemonLost, KvtierError
+from kvtier_client.serve import app
 from kvtier_client.serve.schema import MAX_SAMPLES, REFUSED
 from tests.serve.conftest import CONTEXT, MODEL, MakeServed, Served, eventually, put
 from tests.serve.tokens import END, tokenizer
@@ -157,6 +158,7 @@ def test_a_stop_string_ends_it_and_the_worker_is_told(served: Served, stream: bo
         choice = answers[0].json()["choices"][0]
         assert choice["message"]["content"] == "fine" and choice["finish_reason"] == "stop"
     eventually(lambda: served.service.bridge.in_flight == 0, "its place is free")
+    assert served.service.bridge.totals.cancelled == 0  # it was answered
 
 
 def test_a_stop_string_ends_one_of_several_answers(served: Served) -> None:
@@ -333,7 +335,7 @@ def test_a_context_that_is_too_long(served: Served) -> None:
 def test_a_model_without_a_chat_template(make: MakeServed) -> None:
     served = make()
     served.service.prompter = type(served.service.prompter)(tokenizer(None), CONTEXT, 258)
-    assert "/v1/completions" in error(served.chat(), 404)["message"]
+    assert "/v1/completions" in error(served.chat(), 400)["message"]
     assert served.complete().status_code == 200
 
 
@@ -369,7 +371,9 @@ def test_other_models_and_places(served: Served) -> None:
     del body["model"]
     assert served.http.post("/v1/chat/completions", json=body).status_code == 200
     assert "/v1/responses" in error(served.http.post("/v1/responses", json=body), 404)["message"]
-    error(served.http.get("/v1/chat/completions"), 405)
+    response = served.http.get("/v1/chat/completions")
+    error(response, 405)
+    assert response.headers["allow"] == "POST"
     error(served.http.get("/v1/models/other"), 404)
 
 
@@ -407,11 +411,11 @@ def test_requests_have_ids_and_a_line_in_the_log(served: Served, caplog: pytest.
         assert response.headers["x-request-id"] == "trace-1" and response.json()["id"] == "cmpl-trace-1"
         strange = served.http.post("/v1/completions", json=body, headers={"X-Request-Id": "a b\tc"})
         assert len(strange.headers["x-request-id"]) == 32
-        served.http.get("/v1/nothing")
+        served.http.get("/v1/no%1bthing")
         eventually(lambda: len(caplog.records) >= 3, "three lines")
     first, _, third = (record.getMessage() for record in caplog.records)
     assert first.startswith("trace-1 POST /v1/completions 200 ") and first.endswith(" prompt=4 cached=2 generated=12")
-    assert " GET /v1/nothing 404 " in third
+    assert " GET /v1/no%1Bthing 404 " in third
 
 
 def test_health_counts(served: Served) -> None:
@@ -454,12 +458,30 @@ def test_what_waits_is_bounded(make: MakeServed) -> None:
     error(served.chat(n=3), 400)
 
 
-def _ask(served: Served, **fields: Any) -> socket.socket:
-    """A request whose answer nobody has read yet."""
+def test_a_request_that_is_being_read_has_a_place(make: MakeServed) -> None:
+    served = make(limit=1)
+    with _ask(served, send=10) as slow:
+        eventually(lambda: served.service.bridge.being_read == 1, "it is being read")
+        assert error(served.chat(), 429)["code"] == "queue_full"
+        slow.close()
+        eventually(lambda: served.service.bridge.being_read == 0, "its place is free")
+    assert served.chat().status_code == 200
+
+
+def test_a_body_that_does_not_come(make: MakeServed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_BODY_SECONDS", 0.1)
+    served = make()
+    with _ask(served, send=10) as slow:
+        assert b"408 " in slow.recv(15)
+    assert served.chat().status_code == 200
+
+
+def _ask(served: Served, *, send: int | None = None, **fields: Any) -> socket.socket:
+    """A request whose answer nobody has read yet; `send`: only so many bytes of its body."""
     body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], **fields}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     connection = socket.create_connection(("127.0.0.1", served.port))
-    connection.sendall(head.encode() + b"\r\n\r\n" + body)
+    connection.sendall(head.encode() + b"\r\n\r\n" + body[:send])
     return connection
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 from starlette.applications import Starlette
@@ -39,11 +40,12 @@ log = logging.getLogger(__name__)
 
 _BODY, _BODY_A_TOKEN, _LARGEST_BODY = 1 << 20, 64, 1 << 28
 """Bytes of a body: so many, and so many more for each token of the context, up to the last."""
+_BODY_SECONDS = 60.0
 _HEALTH = "/health"
 """Asked often, by who holds no key: not logged, and open."""
 _GONE = 499
 """What the access log says of a client that did not wait; nobody receives it."""
-_ID = re.compile(r"[\w.:-]{1,128}")
+_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 Answering = Callable[[Request], Any]
 
@@ -84,9 +86,7 @@ def application(service: Service) -> ASGIApp:
     handlers: dict[Any, Any] = {
         Refused: _refuse,
         KvtierError: lambda request, error: _refuse(request, refusal(error)),
-        HTTPException: lambda request, error: _refuse(
-            request, Refused(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
-        ),
+        HTTPException: _not_here,
         Gone: lambda request, error: Response(status_code=_GONE),
         ClientDisconnect: lambda request, error: Response(status_code=_GONE),
         Exception: lambda request, error: _refuse(request, refusal(error)),
@@ -128,7 +128,8 @@ class Door:
             seconds = time.perf_counter() - started
             usage = "".join(f" {name}={count}" for name, count in request.state.usage().items())
             level = logging.DEBUG if request.url.path == _HEALTH else logging.INFO
-            log.log(level, "%s %s %s %d %.3f s%s", identity, request.method, request.url.path, status, seconds, usage)
+            path = quote(request.url.path)
+            log.log(level, "%s %s %s %d %.3f s%s", identity, request.method, path, status, seconds, usage)
 
     def _may(self, request: Request) -> bool:
         if not self._key or request.url.path == _HEALTH:
@@ -144,10 +145,8 @@ class EventStream(StreamingResponse):
     """Ends the run however the response ends, also where it never began."""
 
     def __init__(self, stream: Stream, run: Run) -> None:
-        headers = {
-            "Cache-Control": "no-cache",
-            "X-Accel-Buffering": "no",
-        }  # caches and nginx pass each event on at once
+        # Caches and nginx are told to pass each event on at once.
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(stream.events(), media_type="text/event-stream", headers=headers)
         self._run = run
 
@@ -188,10 +187,10 @@ def _completions(service: Service) -> Answering:
 async def _answer(
     service: Service, request: Request, prepare: Callable[[bytes], Any], shape: Shape, prefix: str
 ) -> Response:
-    service.bridge.admit(1)
-    body = await _body(request, service.largest_body)
-    loop = asyncio.get_running_loop()
-    said, prompts, echoes = await loop.run_in_executor(service.reader, prepare, body)
+    with service.bridge.reading():
+        body = await _body(request, service.largest_body)
+        loop = asyncio.get_running_loop()
+        said, prompts, echoes = await loop.run_in_executor(service.reader, prepare, body)
     asked = Asked(
         id=f"{prefix}-{request.state.id}",
         created=int(time.time()),
@@ -267,10 +266,14 @@ async def _body(request: Request, most: int) -> bytes:
     if length.isdigit() and int(length) > most:
         raise too_large
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > most:
-            raise too_large
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > most:
+                    raise too_large
+    except TimeoutError:
+        raise Refused(f"the body did not come within {_BODY_SECONDS:g} s", status=408) from None
     return bytes(body)
 
 
@@ -317,6 +320,13 @@ def _health(service: Service) -> Answering:
 
 def _json(content: Any) -> Response:
     return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+def _not_here(request: Request, error: HTTPException) -> Response:
+    refused = Refused(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
+    response = _refuse(request, refused)
+    response.headers.update(error.headers or {})
+    return response
 
 
 def _refuse(request: Request, refused: Refused) -> Response:

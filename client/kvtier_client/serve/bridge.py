@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -73,29 +73,26 @@ class Bridge:
         self.totals = Totals()
         self.in_flight = 0
         """Samples that the worker has not ended."""
+        self.being_read = 0
+        """Requests that are not samples yet."""
         self._worker = worker
         self._runs: set[Run] = set()
         self._mailbox: Mailbox | None = None
         self._closing = False
 
-    def admit(self, samples: int) -> None:
-        """Raises Refused where that many more samples are too many. Asked before the work of making tokens, too."""
-        if self._closing:
-            raise Refused("the server is stopping", status=503, kind="server_error", code="stopping")
-        if samples > self.limit:
-            raise Refused(f"{samples} samples were asked for at once, and {self.limit} is the most that may wait")
-        if self.in_flight + samples > self.limit:
-            self.totals.refused += 1
-            raise Refused(
-                f"{self.in_flight} samples are being made or waiting, and {self.limit} is the most: try again later",
-                status=429,
-                kind="rate_limit_error",
-                code="queue_full",
-            )
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """A request that is being read has a place, as if it were one sample. Raises Refused where there is none."""
+        self._admit(1)
+        self.being_read += 1
+        try:
+            yield
+        finally:
+            self.being_read -= 1
 
     def submit(self, prompts: Sequence[Sequence[int]], samplings: Sequence[Any], salt: str = "") -> Run:
         """Start making the answers to `prompts`. On the event loop. Raises Refused, or what the worker refuses."""
-        self.admit(sum(sampling.n for sampling in samplings))
+        self._admit(sum(sampling.n for sampling in samplings))
         if self._mailbox is None:
             self._mailbox = Mailbox(asyncio.get_running_loop())
         run = Run(self, self._mailbox)
@@ -124,6 +121,20 @@ class Bridge:
         for run in list(self._runs):
             run.close()
 
+    def _admit(self, samples: int) -> None:
+        if self._closing:
+            raise Refused("the server is stopping", status=503, kind="server_error", code="stopping")
+        if samples > self.limit:
+            raise Refused(f"{samples} samples were asked for at once, and {self.limit} is the most that may wait")
+        if self.in_flight + self.being_read + samples > self.limit:
+            self.totals.refused += 1
+            raise Refused(
+                f"{self.in_flight} samples are being made or waiting, and {self.limit} is the most: try again later",
+                status=429,
+                kind="rate_limit_error",
+                code="queue_full",
+            )
+
     def _forget(self, run: Run) -> None:
         if run.done:
             self._runs.discard(run)
@@ -139,7 +150,8 @@ class Run:
         self._mailbox = mailbox
         self._events: asyncio.Queue[Event | None] = asyncio.Queue()
         self._open = 0
-        self._closed = False
+        self._wanted: set[int] = set()
+        """Prompts whose answers are neither ended nor cancelled."""
         self._watch: asyncio.Task[None] | None = None
 
     @property
@@ -151,6 +163,7 @@ class Run:
         number = len(self.requests)
         self.requests.append(request)
         self._open += 1
+        self._wanted.add(number)
         self._bridge.in_flight += samples
         made = 0
 
@@ -161,6 +174,7 @@ class Run:
                 self._events.put_nowait(Event(number, item))
                 return
             self._open -= 1
+            self._wanted.discard(number)
             self._events.put_nowait(Event(number, None, item))
             self._bridge.ended(self, request, samples, made)
 
@@ -188,16 +202,14 @@ class Run:
 
     def cancel(self, prompt: int) -> None:
         """The rest of this prompt's answer is not needed."""
+        self._wanted.discard(prompt)
         self.requests[prompt].cancel()
 
     def close(self) -> None:
-        """Nobody waits any more: cancel what is not done."""
-        if self._closed:
-            return
-        self._closed = True
+        """Nobody waits any more: cancel what is not done. May be called again."""
         if self._watch is not None:
             self._watch.cancel()
-        if self._open:
+        if self._wanted:
             self._bridge.totals.cancelled += 1
-            for request in self.requests:
-                request.cancel()
+            for prompt in list(self._wanted):
+                self.cancel(prompt)

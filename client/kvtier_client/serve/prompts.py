@@ -25,7 +25,7 @@ class Prompter:
 
     def chat(self, request: ChatRequest) -> list[int]:
         if not self.tokenizer.chat_template:
-            raise Refused("this model has no chat template: use /v1/completions, or a model tuned for chat", status=404)
+            raise Refused("this model has no chat template: use /v1/completions, or a model tuned for chat")
         messages = [_plain(message, number) for number, message in enumerate(request.messages)]
         try:
             tokens = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
