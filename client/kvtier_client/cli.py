@@ -17,6 +17,7 @@ from typing import Any, get_args
 from kvtier import paths
 from kvtier.config import LogLevel
 from kvtier.errors import DaemonLost, InvalidRequest, KvtierError
+from kvtier.layout import DType
 from kvtier.sizes import format_size, parse_size
 from kvtier_client.client import Client
 from kvtier_client.serve import command as serve
@@ -24,6 +25,7 @@ from kvtier_client.serve import command as serve
 _OK, _REFUSED, _USAGE, _NO_DAEMON = 0, 1, 2, 3
 _DOCTOR = "find what keeps kvtierd from working well here, and the mend; exit status 1: warnings, 2: will not work"
 _SERVE = "serve a model over HTTP, as OpenAI's API does, on pages of a running daemon (needs kvtier[serve])"
+_SIZE = "how much memory a model's KV takes: GiB a thousand tokens, bytes a token, sizes of pages, tokens that fit"
 _BENCH = "what this host gives (memory, disk, GPUs), beside what kvtierd gives on it"
 
 
@@ -93,6 +95,12 @@ def _bench(given: argparse.Namespace) -> int:
     from kvtier_client.bench import run
 
     return run(given)
+
+
+def _size_of(given: argparse.Namespace) -> int:
+    from kvtier_client import size
+
+    return size.run(given)
 
 
 def _sessions(client: Client, given: argparse.Namespace) -> int:
@@ -213,6 +221,10 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _ranks(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",")]
+
+
 def _seconds(text: str) -> float:
     try:
         value = float(text)
@@ -282,6 +294,14 @@ def _parser() -> argparse.ArgumentParser:
     serving = commands.add_parser("serve", help=_SERVE, description=_SERVE, parents=[common])
     serving.set_defaults(run=serve.run, alone=True)
     serve.add_options(serving)
+    size = commands.add_parser("size", help=_SIZE, description=_SIZE, parents=[common])
+    size.set_defaults(run=_size_of, alone=True)
+    size.add_argument("model", metavar="MODEL_CONFIG", help="a config.json, the directory of one, or a model's name")
+    size.add_argument(
+        "--dtype", action="append", choices=get_args(DType), help="of the KV; again for more (default: the usual four)"
+    )
+    size.add_argument("--tp", metavar="RANKS", type=_ranks, default=[1, 2, 4, 8], help="in turn (default: 1,2,4,8)")
+    size.add_argument("--memory", type=_size, default=64 << 30, help="for tokens to fit in (default: 64GiB)")
     bench = commands.add_parser("bench", help=_BENCH, description=_BENCH, parents=[common])
     bench.set_defaults(run=_bench, alone=True)
     bench.add_argument(

@@ -138,6 +138,56 @@ def inventory(report: dict[str, Any]) -> None:
         _console.print(pages)
 
 
+def size(report: dict[str, Any]) -> None:
+    """Draw what `kvtier_client.size.report` says."""
+    shape = f"latent {report['latent']} + {report['rope']}" if "latent" in report else _heads(report)
+    _console.print(f"[bold]{report['model']}[/bold]  {report['layers']} layers with KV, {shape}")
+    rows = report["rows"]
+    slides = report["window_layers"]
+    columns = ["dtype", "TP", "heads a rank", "bytes a token", "GiB per 1,000", "on a rank", "pages of a rank"]
+    table = _table(*columns, f"tokens in {format_size(report['memory'])}", *(["in full attention"] if slides else []))
+    for row in rows:
+        cells = [
+            row["dtype"],
+            str(row["tp"] if row["kv_heads"] else "any"),
+            str(row["kv_heads"] or "-"),
+            f"{row['token_bytes']:,.0f}",
+            f"{row['gib_per_thousand']:.3f}",
+            f"{row['rank_bytes']:,.0f}",
+            f"{format_size(row['smallest_page'])} to {format_size(row['largest_page'])}",
+            f"{row['tokens']:,}",
+        ]
+        table.add_row(*cells, *([f"{row['open_bytes']:,.0f}"] if slides else []))
+    _console.print(table)
+    for line in _remarks(report):
+        _console.print(line)
+
+
+def _heads(report: dict[str, Any]) -> str:
+    return f"{report['kv_heads']} KV heads of {report['head_dim']}"
+
+
+def _remarks(report: dict[str, Any]) -> list[str]:
+    lines = list(report["notes"])
+    rows, slides = report["rows"], report["window_layers"]
+    if slides and rows:
+        first = rows[0]
+        windows = " or ".join(f"{window:,}" for window in report["windows"])
+        lines.append(
+            f"{slides} of {report['layers']} layers see the last {windows} tokens. kvtier keeps all layers of each page that it "
+            f"is given. An engine that frees what left the window needs {first['open_bytes']:,.0f} bytes a token in "
+            f"{first['dtype']}, and {format_size(first['window_bytes'])} more for each sequence, however long"
+        )
+    if report["stateful_layers"]:
+        lines.append(f"{report['stateful_layers']} more layers keep a state of fixed size, which is not counted")
+    if "latent" in report:
+        lines.append("every rank has all of it: counted once, which is what is stored where one rank writes for all")
+    if report["not_split"]:
+        ranks = " or ".join(map(str, report["not_split"]))
+        lines.append(f"{report['kv_heads']} KV heads cannot be divided among {ranks} ranks")
+    return lines
+
+
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
