@@ -31,7 +31,9 @@ def main() -> None:
         """Wait until saves on their way have been made; they are made while other things go on."""
         connector = worker()
         deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and any(job.state < 2 for job in list(connector._worker._reading.values())):
+        while time.monotonic() < deadline and any(
+            job.reads() for jobs in list(connector._worker._reading.values()) for job in jobs
+        ):
             time.sleep(0.01)
         time.sleep(0.05)
 

@@ -216,6 +216,32 @@ def test_a_block_is_not_written_while_a_save_reads_it(side: MakeSide, monkeypatc
         assert same(tensor[30:32], before[name][5:7])
 
 
+def test_of_two_saves_that_read_a_block_both_are_waited_for(side: MakeSide, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second has not begun and is taken back; the first is still copying."""
+    one = side()
+    copying, go_on = threading.Event(), threading.Event()
+    copy = copies.copy
+
+    def slow(*given: Any, **more: Any) -> None:
+        copying.set()
+        go_on.wait(20)
+        copy(*given, **more)
+
+    monkeypatch.setattr(copies, "copy", slow)
+    before = {name: tensor[5].clone() for name, tensor in one.tensors[0].items()}
+    one.step(saves=[Save("a", "", (run(1, 0, [5]),)), Save("b", "", (run(2, 0, [5]),))])
+    assert copying.wait(20)
+    threading.Timer(0.5, go_on.set).start()
+    one.step(written=[5])
+    for tensor in one.tensors[0].values():
+        tensor[5] = 0
+    one.saved(2)
+    one.step(loads=[Load("c", "", (run(1, 0, [30]),)), Load("d", "", (run(2, 0, [31]),))])
+    assert one.results("c", "d") == ({31}, {"d"})
+    for name, tensor in one.tensors[0].items():
+        assert same(tensor[30], before[name])
+
+
 def test_a_daemon_that_does_not_answer_holds_no_step_up(side: MakeSide, daemon: Daemon) -> None:
     """Stopped, not dead: the save is taken back, and what it would have saved is never seen."""
     one = side()

@@ -28,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvtier import device
 from kvtier.errors import KvtierError
 from kvtier.keys import Namespace
 from kvtier_client.vllm import naming, versions
@@ -161,14 +162,16 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
                         self._model, self._rank(), group, blocks.unit_bytes, arrangement, self._options
                     )
                     caches[group.number] = Cache(blocks, space)
+            where = next(iter(caches.values())).blocks.device
+            if where.type == "cuda":
+                device.runtime()  # better said now than at each copy
         except KvtierError as error:
             self._unserved = str(error)
             return
         self._spaces = {number: cache.space for number, cache in caches.items()}
-        device = next(iter(caches.values())).blocks.device
         rank = self._rank()
         name = f"vllm {self._model.name} tp{rank.tp_rank} pp{rank.pp_rank}"
-        self._link = Link(self._options.endpoint, name, device.index if device.type == "cuda" else None)
+        self._link = Link(self._options.endpoint, name, where.index if where.type == "cuda" else None)
         self._worker = Worker(
             caches, self._options, self._link, self._tally, saves=self._saves and rank.writer, loads=self._loads
         )
@@ -384,10 +387,10 @@ class _Hashes:
         return BlockHashes(self._hashing, self._plan.hash_tokens)
 
 
-def _processor(device: Any) -> str:
+def _processor(where: Any) -> str:
     """What may decide on an order within a block: a GPU's kind, or what the CPU can do."""
     import torch
 
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type} {torch.backends.cpu.get_cpu_capability()}"
+    if where.type == "cuda":
+        return torch.cuda.get_device_name(where)
+    return f"{where.type} {torch.backends.cpu.get_cpu_capability()}"

@@ -88,13 +88,17 @@ class _Saving:
             self.changed.notify_all()
             return True
 
+    def reads(self) -> bool:
+        """Whether it may yet read its blocks."""
+        return self.state in (_WAITING, _COPYING)
+
     def settle(self, patience: float) -> None:
         """Return when its blocks are not read any more: copied, or taken back where the copy has not begun in time."""
         with self.changed:
             self.changed.wait_for(lambda: self.state != _WAITING, patience)
             if self.state == _WAITING:
                 self.state = _DROPPED
-            self.changed.wait_for(lambda: self.state in (_DONE, _DROPPED))
+            self.changed.wait_for(lambda: not self.reads())
 
 
 class Worker:
@@ -113,7 +117,7 @@ class Worker:
         self._streams = (torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)) if gpu else (None, None)
         self._begun = -1
         self._before: Any = None
-        self._reading: dict[int, _Saving] = {}
+        self._reading: dict[int, list[_Saving]] = {}
         self._waiting: queue.SimpleQueue[_Saving | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._finished: set[str] = set()
@@ -131,19 +135,20 @@ class Worker:
         if step.number == self._begun:
             return
         self._begun = step.number
-        if self._streams[0] is not None:
+        if step.loads and self._streams[0] is not None:
             self._before = torch.cuda.current_stream(self._device).record_event()
         if not self._reading:
             return
-        pending = {id(job): job for block in step.written if (job := self._reading.get(block)) is not None}
+        pending = {id(job): job for block in step.written for job in self._reading.get(block, ())}
         deadline = time.monotonic() + _PATIENCE
         waited = False
         for job in pending.values():
-            waited = waited or job.state in (_WAITING, _COPYING)
+            waited = waited or job.reads()
             job.settle(max(0.0, deadline - time.monotonic()))
         if waited:
             self._tally.add(waits=1)
-        self._reading = {block: job for block, job in self._reading.items() if job.state in (_WAITING, _COPYING)}
+        still = ((block, [job for job in jobs if job.reads()]) for block, jobs in self._reading.items())
+        self._reading = {block: jobs for block, jobs in still if jobs}
 
     def start_loads(self, step: Step) -> None:
         for load in step.loads if self._loads else ():
@@ -160,8 +165,8 @@ class Worker:
                     self._tally.add(dropped_pages=len(run.hashes))
                     continue
                 job = _Saving(run, save.lora, step.generation, ready)
-                for page in run.blocks:
-                    self._reading.update(dict.fromkeys(page, job))
+                for block in (one for page in run.blocks for one in page):
+                    self._reading.setdefault(block, []).append(job)
                 self._waiting.put(job)
 
     def results(self) -> Results:
