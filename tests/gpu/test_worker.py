@@ -85,7 +85,9 @@ def test_generate_with_padding_and_beams(gpu: Daemon, model: Any) -> None:
 
 
 def test_too_little_hbm_makes_the_youngest_wait_in_host_memory(make: MakeDaemon, model: Any) -> None:
-    daemon = with_hbm(make, hbm="32MiB").start()  # 512 units of 64 KiB: 8,192 tokens
+    daemon = with_hbm(make, hbm="32MiB", slab="1MiB")  # 512 units of 64 KiB: 8,192 tokens
+    daemon.settings["tiers.hbm.slab"] = "1MiB"
+    daemon.start()
     worker = Worker(model, daemon.client(device=0), max_batch=16)
     prompts = [prompt(seed, 1000) for seed in range(12)]
     requests = [worker.submit(tokens, Sampling(max_tokens=200)) for tokens in prompts]

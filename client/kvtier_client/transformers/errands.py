@@ -45,27 +45,35 @@ def pages_for(schedule: Schedule, tokens: int) -> int:
     return schedule.pages(tokens) + (schedule.covered(tokens) < tokens)
 
 
-def fetch(space: NamespaceClient, tokens: Sequence[int], goal: int, terms: Terms) -> Answer:
+def fetch(space: NamespaceClient, tokens: Sequence[int], goal: int, terms: Terms, tight: bool = False) -> Answer:
     """Borrow what there is of all tokens but the last, and reserve frames for the rest, up to `goal` tokens.
 
-    Of the last token there must be something to compute, or nothing would follow from it. Raises DaemonLost.
+    Of the last token there must be something to compute, or nothing would follow from it. When frames are short (`tight`),
+    they are reserved first: leases would keep in place what has to make room for them. Raises DaemonLost.
     """
-    lease: Lease | None = None
-    starved: OutOfPages | None = None
     keys = space.keys(tokens[:-1])
-    if keys:
-        try:
-            lease = space.borrow(keys, tier=terms.tier, timeout=terms.borrow)
-        except OutOfPages as error:
-            starved = error
-    borrowed = on_lease(lease) if lease else []
+    known = space.lookup(keys) if tight and keys else 0
+    answer = reserve(space, known, goal, terms) if known else Answer([], [])
+    if answer.starved is not None:
+        return answer
     try:
-        answer = reserve(space, len(borrowed), goal, terms)
+        if keys:
+            try:
+                lease = space.borrow(keys[: known or None], tier=terms.tier, timeout=terms.borrow)
+                answer.borrowed = on_lease(lease) if lease else []
+            except OutOfPages as error:
+                answer.starved = error
+        first = len(answer.borrowed)
+        if first < known or not known:
+            rest = reserve(space, first, space.schedule.span(known - 1).stop if known else goal, terms)
+            gap = known and len(rest.reserved) < known - first
+            if gap:  # pages after a gap are of no use
+                _return(answer.reserved)
+            answer.reserved = rest.reserved + ([] if gap else answer.reserved)
+            answer.starved = rest.starved
     except BaseException:
-        _return(borrowed)
+        _return([*answer.borrowed, *answer.reserved])
         raise
-    answer.borrowed = borrowed
-    answer.starved = answer.starved or (starved if not answer.reserved else None)
     return answer
 
 

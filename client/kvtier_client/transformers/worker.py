@@ -46,6 +46,8 @@ _AHEAD = 16
 """Tokens that there are frames for beyond those that are known: several steps, so that the next frames are there in time."""
 _PAUSE = 0.05
 """Seconds before an admission that found no frames, or no daemon, is tried again."""
+_TIGHT = 2.0
+"""Seconds that frames are taken to be short after they were."""
 _CLERKS = 4
 
 
@@ -109,6 +111,7 @@ class Worker:
         self._partings: set[Future[None]] = set()
         self._clerks = ThreadPoolExecutor(_CLERKS, thread_name_prefix="kvtier-clerk")
         self._next_admission = 0.0
+        self._tight = 0.0
         self._lost = False
         self._wake = threading.Event()
         self._stop = threading.Event()
@@ -246,18 +249,24 @@ class Worker:
                 self._finish(sequence, "cancelled")
 
     def _admit(self) -> None:
-        """Send for the pages of what waits, as far as there is room in the batch."""
-        if time.monotonic() < self._next_admission:
+        """Send for the pages of what waits, oldest first, as far as there is room in the batch. While frames are short,
+        one at a time, and none while a running sequence lacks any: who came first goes on first."""
+        now = time.monotonic()
+        tight = now < self._tight
+        if now < self._next_admission or any(sequence.starved_since for sequence in self._running):
             return
-        room = self.max_batch - len(self._running) - sum(1 for s in self._waiting if s.errand is not None)
+        asked = sum(self._samples(sequence) for sequence in self._waiting if sequence.errand is not None)
+        room = self.max_batch - len(self._running) - asked
         for sequence in self._waiting:
             if sequence.errand is not None:
+                if tight:
+                    return
                 continue
             room -= self._samples(sequence)
             if room < 0:
                 return
             tokens, goal = list(sequence.tokens), sequence.goal(_AHEAD)
-            sequence.errand = self._send(errands.fetch, sequence.space, tokens, goal, self._terms)
+            sequence.errand = self._send(errands.fetch, sequence.space, tokens, goal, self._terms, tight)
 
     def _samples(self, sequence: Sequence) -> int:
         """How many sequences it is going to be: the first pass over a prompt is one of all its samples."""
@@ -284,9 +293,11 @@ class Worker:
             leftovers = Leftovers()
             leftovers.drop(answer.borrowed)
             self._give_back(leftovers)
-            self._starve(sequence, answer.starved)
-            self._next_admission = time.monotonic() + _PAUSE
+            self._run_short()
+            if not self._running:
+                self._expire(sequence, answer.starved)
             return
+        sequence.starved_since = None
         self._waiting.remove(sequence)
         sequence.begin(answer)
         sequence.state = State.RUNNING
@@ -308,6 +319,8 @@ class Worker:
             sequence.settle(asked, answer, leftovers)
         else:
             sequence.extend(answer)
+            if answer.reserved:
+                sequence.starved_since = None
             if sequence.source is not None and sequence.capacity >= sequence.computed + sequence.source.tokens:
                 sequence.adopt(leftovers)
         self._give_back(leftovers)
@@ -346,28 +359,30 @@ class Worker:
 
     # When things do not go on
 
+    def _run_short(self) -> None:
+        now = time.monotonic()
+        self._next_admission = now + _PAUSE
+        self._tight = now + _TIGHT
+
     def _make_room(self, sequence: Sequence, error: OutOfPages) -> None:
-        """No frames for a running sequence. If it cannot go on without, the youngest makes room, itself or another."""
+        """No frames for a running sequence. If it cannot go on without, the youngest makes room, itself or another; if it
+        is alone, itself: what it holds may be what keeps memory from being carved anew."""
+        self._run_short()
         if sequence.capacity > sequence.computed:
-            self._next_admission = time.monotonic() + _PAUSE
             return
         youngest = max(self._running, key=lambda other: other.arrived)
-        if len(self._running) > 1 or self._expired(sequence, error):
-            self.counters["preempted"] += 1
+        self.counters["preempted"] += 1
+        self._expire(sequence, error)
+        if sequence.state is State.RUNNING:
             self._leave(youngest, requeue=True)
-        self._next_admission = time.monotonic() + _PAUSE
 
-    def _expired(self, sequence: Sequence, error: KvtierError) -> bool:
-        """Note that it waits; fail it when it has waited too long."""
+    def _expire(self, sequence: Sequence, error: KvtierError) -> None:
+        """Note that it waits for kvtierd; fail it when it has waited too long."""
         now = time.monotonic()
         if sequence.starved_since is None:
             sequence.starved_since = now
         if now - sequence.starved_since > self.patience:
-            self._fail(sequence, RequestFailed(f"no frames for its pages within {self.patience:g} s: {error}"))
-        return False
-
-    def _starve(self, sequence: Sequence, error: KvtierError) -> None:
-        self._expired(sequence, error)
+            self._fail(sequence, RequestFailed(f"no pages within {self.patience:g} s: {error}"))
 
     def _lose(self, error: KvtierError) -> None:
         """kvtierd is gone or going: what its pages held is to be had again when it is back, or to be computed."""
@@ -380,7 +395,7 @@ class Worker:
             self.counters["restarted"] += 1
             self._leave(sequence, requeue=True)
         for sequence in list(self._waiting):
-            self._expired(sequence, error)
+            self._expire(sequence, error)
 
     def _leave(self, sequence: Sequence, *, requeue: bool) -> None:
         """Out of the batch; what it holds is given back when its errand is done."""
