@@ -187,10 +187,10 @@ def test_kvtierd_may_be_killed_and_come_back(engines: MakeEngine, plain: Engine,
 
 def test_a_small_kv_cache_with_preemption(engines: MakeEngine, shared: Daemon) -> None:
     """Blocks are taken from requests and used again while they are saved and loaded. Beside vLLM in the same straits."""
-    straits = {"num_gpu_blocks_override": 20, "max_num_seqs": 6, "max_model_len": 512}
-    asked = [prompt(60 + n % 5, 150) + prompt(600 + n, 20) for n in range(10)]
+    straits = {"num_gpu_blocks_override": 21, "max_num_seqs": 5, "max_model_len": 256}
+    asked = [prompt(60 + n % 4, 100) + prompt(600 + n, 24) for n in range(8)]  # four blocks, and soon a fifth
     alone = engines(None, **straits)
-    wanted = tokens_of(alone.generate(*asked, tokens=24))
+    wanted = tokens_of(alone.generate(*asked))
     alone.stop()
     engine = engines(shared.endpoint, **straits)
     engine.do(
@@ -199,11 +199,11 @@ def test_a_small_kv_cache_with_preemption(engines: MakeEngine, shared: Daemon) -
         "scheduler._preempt_request = spying"
     )
     for turn in range(3):
-        answers = engine.generate(*asked, tokens=24)
+        answers = engine.generate(*asked)
         assert tokens_of(answers) == wanted, turn
         engine.settle()
         forget(engine)
-    assert min(cached_of(answers)) >= 4 * BLOCK, "what was saved in the middle of it is found"
+    assert min(cached_of(answers)) >= 3 * BLOCK, "what was saved in the middle of it is found"
     assert engine.do("result = sum(one.num_preemptions for one in seen)") > 0, "no preemption: the test shows nothing"
     with shared.client() as client:
         eventually(lambda: nothing_is_held(client), "no lease and no reservation is left")

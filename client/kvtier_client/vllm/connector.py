@@ -370,7 +370,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
                     self._events.plan(key, page)
 
     def _say_unserved(self) -> None:
-        logger.warning("kvtier keeps nothing for this engine: %s", self._unserved)
+        logger.warning("kvtier: nothing is kept for this engine: %s", self._unserved)
 
 
 class _Hashes:
