@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from core import say
-from worker_models import DEVICE, LLAMA_8B, ON_GPU, SMALL, attach, kvtierd, random_llama, token_bytes
+from worker_models import DEVICE, LLAMA_8B, ON_GPU, SMALL, attach, kvtierd, random_llama
 
 from kvtier.sizes import format_size
 from kvtier_client import Client
@@ -38,19 +38,15 @@ def tokens(seed: int, count: int, vocabulary: int) -> list[int]:
 
 def answer(worker: Worker, prompt: list[int]) -> tuple[float, int]:
     """(seconds to the first token, cached tokens)."""
+    before = worker.counters["tokens"]
     started = time.perf_counter()
     request = worker.submit(prompt, Sampling(max_tokens=4))
     first = 0.0
     while worker.step():
-        if not first and worker.counters["tokens"] > worker_tokens(worker):
+        if not first and worker.counters["tokens"] > before:
             first = time.perf_counter() - started
     list(request)
     return first, request.cached_tokens
-
-
-def worker_tokens(worker: Worker) -> int:
-    """Tokens made before this request: all but its own."""
-    return int(worker.counters.get("before", 0))
 
 
 def work(given: argparse.Namespace) -> int:
@@ -61,15 +57,12 @@ def work(given: argparse.Namespace) -> int:
     worker = Worker(model, client, max_batch=4, step_tokens=8192 if ON_GPU else 512)
     for turn in range(2):  # kernels are compiled, a decode step is captured; from nothing and then from pages
         answer(worker, tokens(99, given.prefix // 8, shape["vocab_size"]) + tokens(turn, QUESTION, shape["vocab_size"]))
-        worker.counters["before"] = worker.counters["tokens"]
     print(json.dumps({"ready": True}), flush=True)
     sys.stdin.readline()
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if ON_GPU else 0
-    prompt = tokens(1, given.prefix, shape["vocab_size"]) + tokens(
-        hash(given.work) % 1000, QUESTION, shape["vocab_size"]
-    )
+    prompt = tokens(1, given.prefix, shape["vocab_size"]) + tokens(2 + len(given.work), QUESTION, shape["vocab_size"])
     first, cached = answer(worker, prompt)
     peak = torch.cuda.max_memory_allocated() - before if ON_GPU else 0
     print(json.dumps({"first": first, "cached": cached, "peak": peak}), flush=True)
