@@ -113,13 +113,13 @@ def test_kvtierd_is_killed_and_restarted_in_the_middle(gpu: Daemon, worker: Work
 
 
 def test_a_second_process_on_the_gpu_borrows_and_prefills_nothing(gpu: Daemon, model: Any) -> None:
-    tokens = prompt(21, 2001)
     serve = f"""
-import torch
 from tests.gpu.serving import *
 worker = Worker(small(), client)
-before = torch.cuda.memory_allocated()
-result = [*ask(worker, prompt(21, 2001), {COUNT}), worker.counters['prefilled'], torch.cuda.memory_allocated() - before]
+ask(worker, prompt(22, 40), {COUNT})  # what it takes for itself
+before, done = torch.cuda.memory_allocated(), worker.counters['prefilled']
+said, cached = ask(worker, prompt(21, 2001), {COUNT})
+result = [said, cached, worker.counters['prefilled'] - done, torch.cuda.memory_allocated() - before]
 worker.close()
 """
     answers = []
@@ -127,12 +127,13 @@ worker.close()
         process = gpu.worker(bare=True, device=0)
         process.tell(serve)
         answers.append(process.heard(within=60))
-    wanted = plain(model, tokens, COUNT)
+    wanted = plain(model, prompt(21, 2001), COUNT)
     assert [answer[0] for answer in answers] == [wanted, wanted]
-    assert answers[0][1] == 0 and answers[1][1] >= 2001 - 128
-    assert answers[0][2] == 2001 and answers[1][2] == 2001 - answers[1][1]
+    first, second = answers
+    assert first[1] == 0 and second[1] >= 2001 - 128
+    assert first[2] == 2001 and second[2] == 2001 - second[1]
     kv = 2001 * 4096
-    assert answers[1][3] < kv / 4, "the second keeps no KV of its own"
+    assert first[3] < kv / 4 and second[3] < kv / 4, "no KV but kvtierd's"
 
 
 def test_bfloat16_is_as_near_to_float32_as_transformers_own(gpu: Daemon) -> None:
@@ -209,5 +210,5 @@ def test_a_real_model_says_the_same_in_bfloat16(gpu: Daemon) -> None:
                 logits = model(input_ids=ids).logits[0, -1].float()
             gap = float(logits[theirs[at]] - logits[ours[at]])
             print(f"  apart at token {at}: its logits differ by {gap:.3f}, of {float(logits.max()):.1f}")
-            assert gap <= 2 * 2**-7 * float(logits.abs().max()), "not a tie within bfloat16"
-    assert sum(same) >= 0.95 * len(same)
+            assert gap <= 2**-7 * float(logits.abs().max()), "not a tie within bfloat16"
+    assert sum(same) >= among, "farther from Transformers than Transformers' own are from each other"

@@ -71,6 +71,7 @@ class Chain:
 
     def begin(self, answer: Answer) -> None:
         """The first pages are there."""
+        self._row = None
         self.pages = answer.borrowed
         self.sealed = len(self.pages)
         self.computed = self.capacity
@@ -101,6 +102,7 @@ class Chain:
     def share(self, parent: Chain) -> None:
         """Go on from where `parent` is: share what is whole, and note the page that is not as the source to copy from
         once there is a frame for it (`adopt`)."""
+        self._row = None
         self.pages = parent.pages[: parent.whole]
         for page in self.pages:
             page.refs += 1
