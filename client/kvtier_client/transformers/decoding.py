@@ -58,8 +58,8 @@ class Decoder:
         self._nobody = rows
         self._free = list(range(rows))
         self._stamps: dict[int, tuple[int, int]] = {}
-        self._given = torch.zeros(4, rows, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._static = torch.zeros(4, rows, dtype=torch.int64, device=device)
+        self._given = torch.zeros(4 * rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._static = torch.zeros(4 * rows, dtype=torch.int64, device=device)
         self._table = torch.zeros(rows, width, dtype=torch.int64, device=device)
         self._lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         self._offsets = torch.arange(rows + 1, dtype=torch.int32, device=device)
@@ -79,8 +79,8 @@ class Decoder:
             given[0][row], given[1][row], given[2][row], given[3][row] = sample.tokens[at], at, at + 1, sample.slot
         if self._sent is not None:
             self._sent.synchronize()
-        self._given[:, :size] = torch.tensor(given)
-        self._static[:, :size].copy_(self._given[:, :size], non_blocking=True)
+        self._given[: 4 * size] = torch.tensor(given).flatten()
+        self._static[: 4 * size].copy_(self._given[: 4 * size], non_blocking=True)
         if self._given.is_pinned():
             self._sent = torch.cuda.current_stream().record_event()
         logits = self._replay(size) if self.graphs else self._run(size)
@@ -105,7 +105,7 @@ class Decoder:
             self._stamps[sample.slot] = stamp
 
     def _run(self, size: int) -> torch.Tensor:
-        given = self._static[:, :size]
+        given = self._static[: 4 * size].view(4, size)
         self._lengths[:size].copy_(given[2])
         torch.index_select(self._all, 0, given[3], out=self._table[:size])
         batch = LaunchBatch(

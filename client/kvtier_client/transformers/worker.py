@@ -552,7 +552,11 @@ class Worker:
 
     def _event(self) -> Any:
         """Of the stream that the model runs on, as far as it has been given work; None on the CPU, which is done."""
-        return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(blocking=True)  # clerks wait for it asleep
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
     def _idle(self, seconds: float) -> None:
         """Wait until an errand is done or a request comes, at most so long."""
