@@ -5,7 +5,8 @@
 Time to the first token, cold and with the prompt in kvtierd; tokens a second at several concurrencies. The model is the
 demo's (unpacked under .cache/ on first use) unless another is named. The limit of each figure is the same model and the
 same requests in the same kind of worker, asked in this process with no HTTP between; a cold prompt there is another text
-of the same length. The two take turns, and never run at once.
+of the same length. The two take turns, and never run at once. The last rows have a worker that costs nothing, so that they
+show HTTP alone: its limit is the rate at which that worker hands over tokens when nobody listens.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ import torch
 from bench.core import Row, run
 from bench.demo import smollm
 from kvtier_client.local import LocalDaemon, _environment
-from kvtier_client.serve import models
-from kvtier_client.transformers import Sampling, Worker
+from kvtier_client.serve import command, models
+from kvtier_client.serve.app import Service, application
+from kvtier_client.serve.bridge import Bridge
+from kvtier_client.serve.prompts import Prompter
+from kvtier_client.transformers import Request, Sampling, Token, Worker
 
 FOLDER = Path(__file__).resolve().parents[1] / ".cache" / "demo" / "smollm2-135m"
 PROMPTS = (512, 2048, 4096)
@@ -40,6 +44,8 @@ ROUNDS = 3
 MADE = 64
 """Tokens of each answer where throughput is measured."""
 SHORT = 64
+STREAMS = (8, 64, 256)
+_STEPS, _STEP = 300, 0.001
 _numbers = itertools.count(1)
 
 
@@ -121,7 +127,7 @@ def throughput(asked: Http | Direct, concurrent: int) -> float:
     return concurrent * MADE / max(one[-1] for one in times)
 
 
-def measured(served: Http, direct: Direct, rounds: int) -> Iterator[Callable[[], list[Row]]]:
+def measured(served: Http, direct: Direct, tokenizer: Any, rounds: int) -> Iterator[Callable[[], list[Row]]]:
     for asked in (served, direct):
         asked.at_once([tokens(SHORT)], 8)
 
@@ -146,6 +152,64 @@ def measured(served: Http, direct: Direct, rounds: int) -> Iterator[Callable[[],
         yield lambda count=count: firsts(count)  # type: ignore[misc]
     for concurrent in CONCURRENT:
         yield lambda concurrent=concurrent: rate(concurrent)  # type: ignore[misc]
+    for streams in STREAMS:
+        yield lambda streams=streams: layer(tokenizer, streams, rounds)  # type: ignore[misc]
+
+
+class Free:
+    """A worker whose steps cost a millisecond, whatever is in the batch: that is some graphics card's."""
+
+    def __init__(self, streams: int) -> None:
+        self._streams = streams
+        self._requests: list[Request] = []
+        self.seconds = 0.0
+
+    def submit(self, prompt: list[int], sampling: Sampling, *, salt: str = "") -> Request:
+        self._requests.append(Request(prompt, sampling, salt))
+        if len(self._requests) == self._streams:
+            threading.Timer(0.2, self.run).start()  # when all have begun to listen
+        return self._requests[-1]
+
+    def run(self) -> None:
+        started = time.perf_counter()
+        for step in range(_STEPS):
+            for request in self._requests:
+                request.put(Token(0, 1000 + step))
+            time.sleep(_STEP)
+        self.seconds = time.perf_counter() - started
+        for request in self._requests:
+            request.end(0, "length")
+        self._requests = []
+
+
+def layer(tokenizer: Any, streams: int, rounds: int) -> list[Row]:
+    """HTTP alone."""
+    alone = Free(streams)
+    for _ in range(streams):
+        alone.submit([1], Sampling(max_tokens=_STEPS)).listen(lambda _: None)
+    while not alone.seconds:
+        time.sleep(0.1)
+    tokens = streams * _STEPS
+    rate = statistics.median(tokens / streamed(tokenizer, streams) for _ in range(rounds))
+    return [Row(f"HTTP alone, {streams} streams", rate, tokens / alone.seconds, "tokens/s", "", met=True)]
+
+
+def streamed(tokenizer: Any, streams: int) -> float:
+    """Seconds from the first token of all streams to the last, at a client in a process of its own."""
+    free = Free(streams)
+    service = Service(Bridge(free, 2 * streams), Prompter(tokenizer, 8192, 49_152), "free", Sampling)
+    listener = command.listen("127.0.0.1", 0)
+    web = command.server(application(service), 1)
+    serving = threading.Thread(target=web.run, args=([listener],))
+    serving.start()
+    while not web.started:
+        time.sleep(0.01)
+    port = listener.getsockname()[1]
+    client = [sys.executable, str(Path(__file__).with_name("serve_client.py")), str(port), str(streams), str(_STEPS)]
+    seconds = float(subprocess.run(client, stdout=subprocess.PIPE, check=True).stdout)
+    web.should_exit = True
+    serving.join()
+    return seconds
 
 
 @contextmanager
@@ -181,9 +245,9 @@ def main() -> int:
         smollm.unpack(FOLDER)
     device = models.find_device(given.device)
     with LocalDaemon(host=given.host) as daemon, server(given.model, daemon.endpoint, given.device) as served:
-        model: Any = models.load(str(given.model), device=device)[0]
+        model, tokenizer = models.load(str(given.model), device=device)
         with daemon.client(name="bench") as client, torch.inference_mode(), models.worker(model, client) as worker:
-            return run(measured(served, Direct(worker), given.rounds), given.json)
+            return run(measured(served, Direct(worker), tokenizer, given.rounds), given.json)
 
 
 if __name__ == "__main__":
