@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from kvtier.errors import ConfigError
 from kvtier_client.client import Client
@@ -36,6 +37,7 @@ def find_device(wanted: str | None) -> torch.device:
 
 def load(source: str, *, device: torch.device, dtype: str = "auto", revision: str | None = None) -> tuple[Any, Any]:
     """(model, tokenizer). Raises ConfigError where they cannot be had. No code that comes with a model is run."""
+    transformers_logging.disable_progress_bar()  # a log is no terminal
     started = time.perf_counter()
     path = Path(source)
     options: dict[str, Any] = {"revision": revision} if revision else {}
