@@ -65,7 +65,7 @@ class Engine(Process):
         self.tell(code)
         return self.heard()
 
-    def generate(self, *prompts: list[int], tokens: int = 8, **more: Any) -> list[dict[str, Any]]:
+    def generate(self, *prompts: list[int], tokens: int = 4, **more: Any) -> list[dict[str, Any]]:
         """Of each prompt the greedy tokens, and how many of its own were cached."""
         answers: list[dict[str, Any]] = self.do(f"result = generate({list(prompts)}, {tokens}, **{more})")
         return answers

@@ -96,9 +96,9 @@ class _Saving:
         """Return when its blocks are not read any more: copied, or taken back where the copy has not begun in time."""
         with self.changed:
             self.changed.wait_for(lambda: self.state != _WAITING, patience)
+            self.changed.wait_for(lambda: self.state != _COPYING)
             if self.state == _WAITING:
                 self.state = _DROPPED
-            self.changed.wait_for(lambda: not self.reads())
 
 
 class Worker:
