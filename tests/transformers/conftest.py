@@ -22,11 +22,19 @@ FOLDER = Path(__file__).parents[2] / ".cache" / "demo" / "smollm2-135m"
 @functools.cache
 def load() -> tuple[Any, Any]:
     """(model, tokenizer), unpacked first if `make demo` has not done so."""
-    torch.set_num_threads(1)
     if not smollm.is_unpacked(FOLDER):
         FOLDER.mkdir(parents=True, exist_ok=True)
         smollm.unpack(FOLDER)
     return smollm.load(FOLDER)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads of PyTorch that wait for each other, beside other work on two cores, take many times as long as one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Plain:
@@ -52,6 +60,15 @@ class Plain:
                 )
             self._said[key] = out[0, len(prompt) :].tolist()
         return self._said[key]
+
+    def agrees(self, prompt: Sequence[int], answer: Sequence[int], count: int) -> bool:
+        """Whether it would have said `answer`, greedily, up to `count` tokens: asked in one pass over all of it."""
+        ids = torch.tensor([[*prompt, *answer[:-1]]])
+        with torch.inference_mode():
+            logits = self.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :]
+        stops = self.model.generation_config.eos_token_id
+        complete = len(answer) == count or answer[-1] in (stops if isinstance(stops, list) else [stops])
+        return complete and logits.argmax(-1).tolist() == list(answer)
 
 
 @pytest.fixture(scope="session")

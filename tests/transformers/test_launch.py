@@ -19,6 +19,9 @@ from kvtier_client.transformers.attention import Part
 from tests.system.conftest import Daemon
 from tests.transformers.conftest import Plain, run, said
 
+# Transformers 5.24 calls it `cache`; earlier ones know no other name than this.
+pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+
 SMALL = {
     "vocab_size": 128,
     "hidden_size": 128,
