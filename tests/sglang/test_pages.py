@@ -326,6 +326,19 @@ def test_pages_that_do_not_fit_in_memory_come_back_right_from_the_disk(make: Mak
     assert found == [40] * 25
 
 
+def test_to_ask_for_pages_on_the_disk_brings_them_up(daemon: Daemon, store: MakeStore) -> None:
+    one, keys = store(), names("a", 20)
+    assert all(stored(one, keys))
+    daemon.stop()
+    daemon.start()
+    eventually(lambda: one.held(names("b", 1)) == 0 and one.held(keys[:1]) == 1, "it is back")
+    client = daemon.client()
+    eventually(lambda: client.stats()["tiers"][0]["pages"] == 1, "the page that was asked for is in memory")
+    assert one.held(keys) == 20
+    eventually(lambda: client.stats()["tiers"][0]["pages"] == 20, "and all of them now")
+    assert loaded(one, keys) == 20
+
+
 def test_nothing_is_left_leased_or_reserved(daemon: Daemon, store: MakeStore) -> None:
     one, keys = store(), names("a", 6)
     stored(one, keys), loaded(one, keys), stored(one, keys), one.held(keys)

@@ -12,6 +12,7 @@ Not here: what the bytes mean (`identity`), which calls come when (`storage`).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import logging
@@ -78,9 +79,9 @@ class PageStore:
         return digest.digest()
 
     def held(self, names: Sequence[str]) -> int:
-        """How many leading pages are held somewhere."""
+        """How many leading pages are held somewhere. Those on disk start to come up: they are asked for next."""
         keys = [self.key(name) for name in names]
-        return self._tried(lambda space: space.lookup(keys), 0) if keys else 0
+        return self._tried(lambda space: self._find(space, keys), 0) if keys else 0
 
     def get(self, names: Sequence[str], pieces: Pieces) -> list[bool]:
         """Copy the longest leading run that can be had in time to `pieces`; which pages those were."""
@@ -118,6 +119,14 @@ class PageStore:
             copiers.shutdown(wait=True)
         if space is not None:
             space.client.close()
+
+    def _find(self, space: NamespaceClient, keys: list[bytes]) -> int:
+        tiers = space.locate(keys)
+        fastest = space.client.current().fastest
+        if any(tier != fastest for tier in tiers):
+            with contextlib.suppress(KvtierError):
+                space.prefetch(keys[: len(tiers)])
+        return len(tiers)
 
     def _fetch(self, space: NamespaceClient, keys: list[bytes], pieces: Pieces) -> int:
         with space.borrow(keys, timeout=self.timeout) as lease:
