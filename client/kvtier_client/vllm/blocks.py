@@ -15,6 +15,7 @@ Not here: when a copy may run (`worker`), and what a unit is called (`naming`). 
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -30,6 +31,8 @@ Addresses = NDArray[np.int64]
 
 COPY_ENGINE_BYTES = 256 << 10
 """Runs from this size on are given to the copy engines: below it their cost a copy shows."""
+_LAUNCHING = threading.Lock()
+"""Triton compiles at the first launch, and does not expect two threads to do so."""
 PROGRAMS = 16
 """Programs of the copy kernel: enough for the link's speed, and few of a GPU's multiprocessors."""
 
@@ -151,7 +154,7 @@ def _on_gpu(sources: Addresses, targets: Addresses, nbytes: int, where: torch.de
         return
     from kvtier_kernels.copy import copy_pieces
 
-    with torch.cuda.stream(stream):
+    with _LAUNCHING, torch.cuda.stream(stream):
         both = torch.from_numpy(np.stack((sources, targets))).pin_memory().to(where, non_blocking=True)
         copy_pieces(both[0], both[1], nbytes, programs=PROGRAMS)
 
