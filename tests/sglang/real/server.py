@@ -1,5 +1,5 @@
-"""HiCache as one rank of an SGLang server has it, without the server: SGLang's device pool, host pool, cache controller with
-its threads, its hashes and its factory. Prompts are lists of tokens; what their KV is follows from the tokens.
+"""HiCache as one rank of an SGLang server has it, without the server: SGLang's device pool, group of host pools, the cache
+controller of its unified radix tree with all its threads, its hashes and its factory. Prompts are lists of tokens; what their KV is follows from the tokens.
 
 As a program, a server of its own process: `python -m tests.sglang.real.server ENDPOINT OPTIONS TOKENS...` loads the prompt and
 prints how many pages it found, and how many of them are right.
@@ -19,9 +19,12 @@ if __name__ == "__main__":
     stand_in.install()
 
 import torch
-from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
+from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.utils import get_storage_hash_str
@@ -97,10 +100,11 @@ class Server:
             "attn_dcp_size": 1,
             "attn_dcp_rank": 0,
         }
+        entry = PoolEntry(PoolName.KV, self.host, self.device, lambda layer: layer, is_primary_index_anchor=True)
         with get_parallel().override(**parallel):
-            self.controller = HiCacheController(
+            self.controller = HybridCacheController(
                 _Allocator(self.device),
-                self.host,
+                HostPoolGroup([entry]),
                 PAGE,
                 None,
                 threading.Event(),
@@ -162,7 +166,7 @@ class Server:
         keys = hashes(tokens)
         self.requests += 1
         self.controller.prefetch(
-            f"request {self.requests}",
+            CacheRequestHandle(f"request {self.requests}", 0),
             tokens[start * PAGE :],
             keys[start - 1] if start else None,
             keys[:start] if told else None,
