@@ -2,9 +2,10 @@
 
     python bench/vllm_replay.py [--only replay overhead] [--requests N] [--json FILE]
 
-replay     conversations of a public trace (bench/data), scaled to the model: a block of 512 tokens becomes one of 32, answers as
-           much shorter. vLLM's own KV cache holds a sixth of what the requests have, as GPUs hold a part of a day's; at most
-           two requests at once, in the order of the trace. Then once more in a new process: a restart.
+replay     conversations of a public trace (bench/data), scaled to the model: a block of 512 tokens becomes one of 32, and
+           answers are 1/128 of theirs, since a CPU decodes slowly and nothing here changes that. vLLM's own KV cache holds a
+           fifth of what the requests have, as GPUs hold a part of a day's; at most two requests at once, in the order of
+           the trace. Then once more in a new process: a restart.
 overhead   prompts that never repeat, so that nothing is ever found: with kvtier, with kvtier but no kvtierd, and without, a
            round of each in turn. Processor time of the engine's process is compared, since that of a shared machine's clock
            differs more from round to round than what is sought.
@@ -35,6 +36,7 @@ HOME = Path(
     or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier-ci" / "vllm"
 )
 SCALE = 16
+ANSWER_SCALE = 128
 BLOCK = 32
 AT_ONCE = 2
 ROUNDS = 7
@@ -135,7 +137,7 @@ def trace(count: int) -> list[dict[str, Any]]:
         for block in blocks:
             draw = random.Random(block)
             tokens += [draw.randrange(100, 40_000) for _ in range(512 // SCALE)]
-        made.append({"prompt": tokens[: max(1, in_len // SCALE)], "answer": max(1, out_len // SCALE)})
+        made.append({"prompt": tokens[: max(1, in_len // SCALE)], "answer": max(1, out_len // ANSWER_SCALE)})
     return made
 
 
@@ -158,7 +160,7 @@ OFFLOADING = {
 def replay(place: Path, endpoint: str, count: int) -> list[dict[str, Any]]:
     requests = trace(count)
     distinct = len({tuple(one["prompt"][: n + BLOCK]) for one in requests for n in range(0, len(one["prompt"]), BLOCK)})
-    small = {"num_gpu_blocks_override": max(140, distinct // 6)}
+    small = {"num_gpu_blocks_override": max(140, distinct // 5)}
     print(
         f"\nreplay: {len(requests)} requests, {sum(len(one['prompt']) for one in requests):,} prompt tokens, ", end=""
     )

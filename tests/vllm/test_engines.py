@@ -233,3 +233,48 @@ def test_another_dtype_finds_nothing_and_prefix_caching_may_be_off(
     salted = other.generate(asked, cache_salt="another user")
     assert cached_of(salted) == [0], "nor a user with a salt of his own"
     other.stop()
+
+
+def test_a_connector_that_serves_nothing_answers_everything(plain: Engine) -> None:
+    """Where a rank did not tell its namespaces, or this vLLM lacks what a hybrid model needs: said once, and a miss."""
+    said = plain.do(
+        "import copy\n"
+        "from types import SimpleNamespace\n"
+        "from vllm.config import KVTransferConfig\n"
+        "from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole\n"
+        "from kvtier_client.vllm import connector, versions\n"
+        "from kvtier_client.vllm.messages import Heard\n"
+        "core = llm.llm_engine.engine_core.engine_core\n"
+        "config, caches = copy.copy(core.vllm_config), copy.copy(core.scheduler.kv_cache_config)\n"
+        "config.kv_transfer_config = KVTransferConfig(kv_connector='KVTierConnector', kv_role='kv_both')\n"
+        "config.parallel_config = copy.copy(config.parallel_config)\n"
+        "config.parallel_config.tensor_parallel_size = 2\n"
+        "result = []\n"
+        "def answers(groups):\n"
+        "    caches.kv_cache_groups = list(groups)\n"
+        "    one = connector.KVTierConnector(config, KVConnectorRole.SCHEDULER, caches)\n"
+        "    one.set_xfer_handshake_metadata_pp_aware({(0, 0): connector.KVTierHandshake({0: b'', 1: b''})})\n"
+        "    request = SimpleNamespace(request_id='a')\n"
+        "    one.on_new_request(request)\n"
+        "    assert one.get_num_new_matched_tokens(request, 0) == (0, False)\n"
+        "    one.update_state_after_alloc(request, None, 0)\n"
+        "    one.bind_connector_metadata(one.build_connector_meta(None))\n"
+        "    one.start_load_kv(None); one.wait_for_save()\n"
+        "    assert one.get_finished(set()) == (None, None) and one.get_block_ids_with_load_errors() == set()\n"
+        "    assert one.request_finished(request, []) == (False, None) and not list(one.take_events())\n"
+        "    assert one.reset_cache() and not one.requires_kv_delivery\n"
+        "    one.update_connector_output(SimpleNamespace(kv_connector_worker_meta=None))\n"
+        "    one.shutdown()\n"
+        "    result.append(one._unserved)\n"
+        "groups = caches.kv_cache_groups\n"
+        "answers(groups)\n"
+        "versions.tells_failed_requests = lambda: False\n"
+        "answers([*groups, *groups])\n"
+        "a, b = (connector.KVTierWorkerMetadata(Heard({name})) for name in 'ab')\n"
+        "assert a.aggregate(b).heard.failed == {'a', 'b'}\n"
+        "a, b = (connector.KVTierStats(data={'loads': n, 'load_seconds': 0.5, 'loaded_bytes': 10**9}) for n in (1, 2))\n"
+        "assert a.aggregate(b).reduce() == {'loads': 3, 'loaded_bytes': 2 * 10**9, 'load_GBps': 2.0}\n"
+        "assert not a.is_empty(); a.reset(); assert a.is_empty()\n"
+    )
+    assert said[0].startswith("1 of 2 ranks told their namespaces")
+    assert said[1].startswith("a model with 2 KV cache groups")
