@@ -31,10 +31,10 @@ BLOCKS = 64
 class Side:
     """A worker of one group or two, its tensors, and the steps it is told."""
 
-    def __init__(self, endpoint: str, shapes: Sequence[str] = ("HND",), wait: float = 5.0) -> None:
-        self.tensors = [caches(SHAPES[name], blocks=BLOCKS) for name in shapes]
+    def __init__(self, endpoint: str, shapes: Sequence[str] = ("HND",), wait: float = 5.0, device: str = "cpu") -> None:
+        self.tensors = [caches(SHAPES[name], device, blocks=BLOCKS) for name in shapes]
         self.tally = Tally()
-        self.link = Link(endpoint, "worker")
+        self.link = Link(endpoint, "worker", 0 if device == "cuda" else None)
         made = {}
         for number, tensors in enumerate(self.tensors):
             blocks = block_map(tensors, list(tensors), BLOCKS)
