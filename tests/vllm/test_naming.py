@@ -128,6 +128,10 @@ def test_an_adapter_is_its_files(tmp_path: Path) -> None:
     two = adapter_digest(folder)
     assert one != two
     assert variant(name(), one, "").digest() != variant(name(), two, "").digest()
+    (tmp_path / "empty").mkdir()
+    for nothing in (tmp_path / "empty", tmp_path / "nowhere"):
+        with pytest.raises(OSError):
+            adapter_digest(nothing)
 
 
 def test_a_key_is_of_its_namespace_its_tokens_and_its_place() -> None:

@@ -120,14 +120,16 @@ def files_digest(folder: Path, files: Sequence[Path] | None = None) -> str:
 
 
 def adapter_digest(folder: Path) -> str:
-    """Of an adapter's files, all their bytes. Raises OSError."""
+    """Of an adapter's files, all their bytes. Raises OSError, also where there are none."""
     digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"kvtier-adapter")
-    for file in sorted(folder.iterdir()):
-        if file.is_file() and file.name.startswith("adapter"):
-            digest.update(struct.pack("<QQ", len(file.name), file.stat().st_size) + file.name.encode())
-            with file.open("rb") as handle:
-                while chunk := handle.read(1 << 20):
-                    digest.update(chunk)
+    files = sorted(file for file in folder.iterdir() if file.is_file() and file.name.endswith(_WEIGHTS))
+    if not files:
+        raise FileNotFoundError(f"no weights in {folder}")
+    for file in files:
+        digest.update(struct.pack("<QQ", len(file.name), file.stat().st_size) + file.name.encode())
+        with file.open("rb") as handle:
+            while chunk := handle.read(1 << 20):
+                digest.update(chunk)
     return digest.hexdigest()
 
 
