@@ -37,7 +37,7 @@ LAYOUTS = ("page_first", "page_first_direct", "layer_first")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=15, help="that count, after two that do not (default: 15)")
+    parser.add_argument("--rounds", type=int, default=10, help="that count, after two that do not (default: 10)")
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
     given = parser.parse_args()
     if importlib.util.find_spec("sglang") is None:
