@@ -110,6 +110,7 @@ class Worker:
         self._asked: dict[int, list[Page]] = {}
         self._partings: set[Future[None]] = set()
         self._clerks = ThreadPoolExecutor(_CLERKS, thread_name_prefix="kvtier-clerk")
+        self._arrivals = 0
         self._next_admission = 0.0
         self._tight = 0.0
         self._lost = False
@@ -232,7 +233,8 @@ class Worker:
                 request.fail(RequestFailed(f"its namespace could not be opened: {error}"))
                 continue
             sequence = Sequence(request, 0, space, list(request.prompt), limit, self.device)
-            sequence.arrived = time.monotonic()
+            self._arrivals += 1
+            sequence.age = (self._arrivals, 0)
             self._waiting.append(sequence)
 
     def _space(self, salt: str) -> NamespaceClient:
@@ -253,7 +255,7 @@ class Worker:
         one at a time, and none while a running sequence lacks any: who came first goes on first."""
         now = time.monotonic()
         tight = now < self._tight
-        if now < self._next_admission or any(sequence.starved_since for sequence in self._running):
+        if now < self._next_admission or any(sequence.lacking for sequence in self._running):
             return
         asked = sum(self._samples(sequence) for sequence in self._waiting if sequence.errand is not None)
         room = self.max_batch - len(self._running) - asked
@@ -297,7 +299,6 @@ class Worker:
             if not self._running:
                 self._expire(sequence, answer.starved)
             return
-        sequence.starved_since = None
         self._waiting.remove(sequence)
         sequence.begin(answer)
         sequence.state = State.RUNNING
@@ -319,8 +320,7 @@ class Worker:
             sequence.settle(asked, answer, leftovers)
         else:
             sequence.extend(answer)
-            if answer.reserved:
-                sequence.starved_since = None
+            sequence.lacking = False
             if sequence.source is not None and sequence.capacity >= sequence.computed + sequence.source.tokens:
                 sequence.adopt(leftovers)
         self._give_back(leftovers)
@@ -370,11 +370,11 @@ class Worker:
         self._run_short()
         if sequence.capacity > sequence.computed:
             return
-        youngest = max(self._running, key=lambda other: other.arrived)
-        self.counters["preempted"] += 1
+        sequence.lacking = True
         self._expire(sequence, error)
         if sequence.state is State.RUNNING:
-            self._leave(youngest, requeue=True)
+            self.counters["preempted"] += 1
+            self._leave(max(self._running, key=lambda other: other.age), requeue=True)
 
     def _expire(self, sequence: Sequence, error: KvtierError) -> None:
         """Note that it waits for kvtierd; fail it when it has waited too long."""
@@ -404,6 +404,7 @@ class Worker:
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
         sequence.state = State.WAITING if requeue else State.ENDED
+        sequence.lacking = False
         if self._decoder is not None:
             self._decoder.forget(sequence)
         if sequence.errand is not None:
@@ -469,7 +470,7 @@ class Worker:
         try:
             logits = self._forward(work)
             for sequence, count in work:
-                sequence.computed += count
+                sequence.advance(count)
             self._keep_house()  # while the device computes
             self._advance(complete, logits)
         except torch.OutOfMemoryError as error:
@@ -529,7 +530,6 @@ class Worker:
         for sequence, choice in zip(everyone, sampling.choose(logits[index], rows), strict=True):
             request = sequence.request
             sequence.tokens.append(choice.token)
-            sequence.starved_since = None
             self.counters["tokens"] += 1
             request.put(Token(sequence.sample, *choice))
             wanted = request.sampling
@@ -552,11 +552,7 @@ class Worker:
 
     def _event(self) -> Any:
         """Of the stream that the model runs on, as far as it has been given work; None on the CPU, which is done."""
-        if self.device.type != "cuda":
-            return None
-        event = torch.cuda.Event(blocking=True)  # clerks wait for it asleep
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+        return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
     def _idle(self, seconds: float) -> None:
         """Wait until an errand is done or a request comes, at most so long."""
