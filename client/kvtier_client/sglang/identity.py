@@ -42,6 +42,7 @@ FACTS = (
     "revision",
     "dtype",
     "quantization",
+    "quantization_param_path",
     "kv_cache_dtype",
     "load_format",
     "json_model_override_args",

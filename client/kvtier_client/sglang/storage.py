@@ -159,23 +159,35 @@ class KVTierStorage(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
 
 def _facts() -> dict[str, str]:
     """What this process's server was started with, as far as it decides what its KV is. Empty where there is no server."""
-    try:
-        from sglang.srt import runtime_context
-
-        model, adapters = runtime_context.get_model(), runtime_context.get_lora().lora_paths or ()
-    except (AttributeError, ImportError, ValueError):
+    model = _published("get_model")
+    if model is None:
         return {}
     facts = {name: str(getattr(model, name)) for name in FACTS if getattr(model, name, None) is not None}
     path = str(model.model_path)
     facts["files"] = files(path) or _commit(path, getattr(model, "revision", None))
-    facts["adapters"] = " ".join(map(_adapter, adapters))
+    facts["adapters"] = " ".join(map(_adapter, getattr(_published("get_lora"), "lora_paths", None) or ()))
     return facts
 
 
+def _published(settings: str) -> Any:
+    """A group of the server's settings, None where there are none."""
+    try:
+        from sglang.srt import runtime_context
+
+        return getattr(runtime_context, settings)()
+    except (AttributeError, ImportError, ValueError):
+        return None
+
+
 def _adapter(reference: Any) -> str:
-    """One of --lora-paths: SGLang's keys have its name and path, and here are its files."""
-    path = str(getattr(reference, "lora_path", reference))
-    return f"{getattr(reference, 'lora_name', '')} {path} {files(path)}"
+    """One of --lora-paths, in any of the forms that SGLang has for it. Its keys have name and path, and here are the files."""
+    if isinstance(reference, str):
+        name, _, path = reference.rpartition("=")
+    elif isinstance(reference, dict):
+        name, path = reference.get("lora_name", ""), reference.get("lora_path", "")
+    else:
+        name, path = reference.lora_name, reference.lora_path
+    return f"{name} {path} {files(path)}"
 
 
 def _commit(name: str, revision: str | None) -> str:

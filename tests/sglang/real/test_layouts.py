@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from sglang.srt import runtime_context
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 from sglang.srt.mem_cache.storage import StorageBackendFactory
+from sglang.srt.server_args import ServerArgs
 
 from tests.sglang.real.conftest import MakeServer
 from tests.sglang.real.server import PAGE, Server, hashes, prompt
@@ -101,61 +103,83 @@ def test_what_one_server_stores_a_different_one_never_reads(server: MakeServer, 
     assert server().load(tokens) == 4, "and what it stores does not harm the first"
 
 
+Start = Callable[..., None]
+
+
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
-    """What a server that runs would have published, of a model and an adapter in `tmp_path`."""
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Publishes settings of a server, as SGLang resolves them, for a model and an adapter in `tmp_path`."""
     for name in ("model", "adapter"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "weights.safetensors").write_bytes(b"1")
-    model = SimpleNamespace(model_path=str(tmp_path / "model"), revision=None, dtype="auto", kv_cache_dtype="fp8_e4m3")
-    reference = LoRARef(lora_name="adapter", lora_path=str(tmp_path / "adapter"))  # which has a new id each time
-    lora = SimpleNamespace(lora_paths=[reference])
-    monkeypatch.setattr(runtime_context, "get_model", lambda: model)
-    monkeypatch.setattr(runtime_context, "get_lora", lambda: lora)
-    return SimpleNamespace(model=model, lora=lora, place=tmp_path)
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
+    config |= {"num_hidden_layers": 2, "vocab_size": 100, "intermediate_size": 64, "max_position_embeddings": 256}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+
+    def publish(**options: Any) -> None:
+        arguments = ServerArgs(**{"model_path": str(tmp_path / "model"), "device": "cpu", **options})
+        runtime_context.publish(arguments, role="scheduler")
+
+    yield publish
+    runtime_context.reset_context()
 
 
+@pytest.mark.parametrize("form", ["name=path", "path", "mapping", "reference"])
 @pytest.mark.parametrize("what", ["model", "adapter"])
 def test_new_weights_under_an_old_path_find_nothing_of_the_old(
-    server: MakeServer, started: SimpleNamespace, what: str
+    server: MakeServer, start: Start, tmp_path: Path, what: str, form: str
 ) -> None:
     """Cases 1 and 43: what SGLang passes on is a name, and the same."""
-    tokens = prompt(1, 4)
+    tokens, path = prompt(1, 4), str(tmp_path / "adapter")
+    named = {"lora_name": "mine", "lora_path": path}
+    adapters = [{"name=path": f"mine={path}", "path": path, "mapping": named, "reference": LoRARef(**named)}[form]]
+    start(lora_paths=adapters)
     assert server().store(tokens) == 4 * PAGE
-    started.lora.lora_paths = [LoRARef(lora_name="adapter", lora_path=started.lora.lora_paths[0].lora_path)]
+    start(lora_paths=adapters)
     assert server().load(tokens) == 4, "a restart alone changes nothing"
-    (started.place / what / "weights.safetensors").write_bytes(b"22")
+    (tmp_path / what / "weights.safetensors").write_bytes(b"22")
+    start(lora_paths=adapters)
     assert server().load(tokens) == 0
 
 
-def test_a_server_that_runs_says_which_eight_bit_type_its_pages_are_of(
-    server: MakeServer, started: SimpleNamespace
-) -> None:
+def test_a_server_says_which_eight_bit_type_its_pages_are_of(server: MakeServer, start: Start) -> None:
     tokens = prompt(1, 4)
+    start(kv_cache_dtype="fp8_e4m3")
     assert server(dtype=torch.float8_e4m3fn).store(tokens) == 4 * PAGE
-    started.model.kv_cache_dtype = "fp8_e5m2"
+    start(kv_cache_dtype="fp8_e5m2")
     assert server(dtype=torch.float8_e5m2).load(tokens) == 0
-    started.model.kv_cache_dtype = "fp8_e4m3"
+    start(kv_cache_dtype="fp8_e4m3")
     assert server(dtype=torch.float8_e4m3fn).load(tokens) == 4
 
 
+def test_two_models_that_are_served_under_one_name_share_nothing(
+    server: MakeServer, start: Start, tmp_path: Path
+) -> None:
+    tokens = prompt(1, 4)
+    start(served_model_name="assistant")
+    assert server(model="assistant").store(tokens) == 4 * PAGE
+    shutil.copytree(tmp_path / "model", tmp_path / "other")
+    start(served_model_name="assistant", model_path=str(tmp_path / "other"))
+    assert server(model="assistant").load(tokens) == 0
+
+
 def test_a_model_of_the_hub_is_known_by_the_commit_that_is_cached(
-    server: MakeServer, started: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     import huggingface_hub.constants
 
-    cache = started.place / "hub"
-    repository = cache / "models--org--model"
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
-    started.model.model_path = "org/model"
-    commits: list[str] = []
+    from kvtier_client.sglang.storage import _commit
+
+    repository = tmp_path / "models--org--model"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert _commit("org/model", None) == "" == _commit("/no/such/folder", None)
     for commit in ("a" * 40, "b" * 40):
         (repository / "refs").mkdir(parents=True, exist_ok=True)
         (repository / "refs" / "main").write_text(commit)
         (repository / "snapshots" / commit).mkdir(parents=True)
         (repository / "snapshots" / commit / "config.json").write_text("{}")
-        commits.append(server().backend._stores[False].spec.extra["files"])
-    assert commits == ["a" * 40, "b" * 40]
+        assert _commit("org/model", None) == commit
+    assert _commit("org/model", "a" * 40) == "a" * 40
 
 
 def test_mla_is_written_by_one_rank_and_read_by_all(server: MakeServer) -> None:
