@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from contextlib import closing
+
 import pytest
 
-from kvtier.errors import InvalidRequest
+from kvtier.errors import DaemonLost, InvalidRequest
 from kvtier_client.transformers import Sampling, Worker
+from tests.system.conftest import Daemon
 from tests.transformers.conftest import Plain, run, said
+from tests.transformers.test_launch import tiny
 
 STORY = "Once upon a time a small dog found a map in the garden. It showed a river, a tower and a red door. "
 COUNT = 24
@@ -109,3 +114,21 @@ def said_by(worker: Worker, prompt: list[int]) -> list[int]:
     request = worker.submit(prompt, Sampling(max_tokens=COUNT))
     run(worker)
     return said(request)[0]
+
+
+def test_all_sequences_hear_at_once_that_kvtierd_is_lost(daemon: Daemon) -> None:
+    """The first to hear sends the others away, whose own answers are there already: none may be left behind."""
+    plain = tiny()
+    with closing(Worker(plain.model, daemon.client(), max_batch=4)) as worker:
+        prompts = [[5 + at] * 60 for at in range(3)]
+        requests = [worker.submit(tokens, Sampling(max_tokens=20)) for tokens in prompts]
+        while len(worker._running) < 3 or any(one.computed < 65 or one.errand is not None for one in worker._running):
+            assert worker.step()
+        for sequence in worker._running:
+            sequence.errand = Future()
+            sequence.errand.set_exception(DaemonLost("it is gone"))
+        worker._collect()
+        assert not worker._running and not worker._leaving and len(worker._waiting) == 3
+        run(worker)
+        for tokens, request in zip(prompts, requests, strict=True):
+            assert said(request) == [plain.says(tokens, 20)]

@@ -275,14 +275,18 @@ class Worker:
         return sequence.request.sampling.n if len(sequence.tokens) == sequence.request.prompt_tokens else 1
 
     def _collect(self) -> None:
-        """Apply the answers that have come."""
-        for sequence in [sequence for sequence in self._waiting if _done(sequence)]:
-            self._arrive(sequence)
-        for sequence in [sequence for sequence in self._running if _done(sequence)]:
-            self._apply(sequence)
-        for item in [item for item in self._leaving if _done(item[0])]:
+        """Apply the answers that have come. One may send other sequences away (a lost daemon, a failed request); theirs
+        are then applied as those of sequences that leave."""
+        for sequence in list(self._waiting):
+            if sequence in self._waiting and _done(sequence):
+                self._arrive(sequence)
+        for sequence in list(self._running):
+            if sequence in self._running and _done(sequence):
+                self._apply(sequence)
+        for item in [item for item in self._leaving if item[0].errand is None or _done(item[0])]:
             self._leaving.remove(item)
-            self._apply(item[0], leaving=True)
+            if item[0].errand is not None:
+                self._apply(item[0], leaving=True)
             self._part(item[0], requeue=item[1])
         self._partings = {parting for parting in self._partings if not parting.done()}
 
