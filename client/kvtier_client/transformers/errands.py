@@ -16,6 +16,9 @@ from kvtier_client.namespace import NamespaceClient
 from kvtier_client.pages import Lease, Reservation
 from kvtier_client.transformers.paging import Hold, Leftovers, Page, on_lease, on_reservation
 
+_TIGHT = 1.0
+"""Seconds to wait for known pages while frames are short: what does not come in time is computed again."""
+
 
 @dataclass(slots=True)
 class Answer:
@@ -59,7 +62,8 @@ def fetch(space: NamespaceClient, tokens: Sequence[int], goal: int, terms: Terms
     try:
         if keys:
             try:
-                lease = space.borrow(keys[: known or None], tier=terms.tier, timeout=terms.borrow)
+                timeout = min(terms.borrow, _TIGHT) if tight else terms.borrow
+                lease = space.borrow(keys[: known or None], tier=terms.tier, timeout=timeout)
                 answer.borrowed = on_lease(lease) if lease else []
             except OutOfPages as error:
                 answer.starved = error

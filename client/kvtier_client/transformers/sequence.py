@@ -28,7 +28,11 @@ class State(enum.Enum):
 
 
 class Sequence(Chain):
-    """`limit`: tokens, the prompt's included, after which it ends. `slot`: its row in tables on the device, -1 for none."""
+    """`limit`: tokens, the prompt's included, after which it ends. `slot`: its row in tables on the device, -1 for none.
+
+    `age` orders sequences by arrival, later ones above. `lacking`: it cannot go on for want of frames. `starved_since`:
+    when it was first kept from getting further than it ever was.
+    """
 
     def __init__(
         self, request: Request, sample: int, space: NamespaceClient, tokens: list[int], limit: int, device: torch.device
@@ -39,8 +43,10 @@ class Sequence(Chain):
         self.limit = limit
         self.state = State.WAITING
         self.errand: Future[Any] | None = None
-        self.arrived = 0.0
+        self.age = (0, sample)
+        self.lacking = False
         self.starved_since: float | None = None
+        self._furthest = 0
         self.slot = -1
         seed = request.sampling.seed
         self.generator = None if seed is None else torch.Generator(device).manual_seed(seed + sample)
@@ -57,10 +63,17 @@ class Sequence(Chain):
     def short_of(self, ahead: int) -> bool:
         return pages_for(self.space.schedule, self.goal(ahead)) > len(self.pages)
 
+    def advance(self, count: int) -> None:
+        """So many tokens more are computed."""
+        self.computed += count
+        if self.computed > self._furthest:
+            self._furthest = self.computed
+            self.starved_since = None
+
     def fork(self, sample: int, device: torch.device) -> Sequence:
         """Another sample of the request, that goes on from here."""
         child = Sequence(self.request, sample, self.space, list(self.tokens), self.limit, device)
         child.share(self)
-        child.arrived = self.arrived
+        child.age = (self.age[0], sample)
         child.state = State.RUNNING
         return child
