@@ -322,6 +322,8 @@ class Worker:
         leftovers = Leftovers()
         if asked:
             sequence.settle(asked, answer, leftovers)
+        elif answer.borrowed:
+            sequence.begin(answer)  # it left before its first pages came
         else:
             sequence.extend(answer)
             sequence.lacking = False
@@ -448,6 +450,9 @@ class Worker:
         for other in [*self._running, *self._waiting]:
             if other.request is sequence.request:
                 self._leave(other, requeue=False)
+        for other, _ in self._leaving:
+            if other.request is sequence.request:
+                other.state = State.ENDED
         if sequence.state is not State.ENDED:
             self._leave(sequence, requeue=False)
 
