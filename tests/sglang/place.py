@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from pathlib import Path
 
-VERSION = "0.5.23"
+RECIPE = Path(__file__).parents[2] / ".ci" / "sglang"
 
 
 def place() -> Path:
+    """Another folder when the recipe changes."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "kvtier-ci" / f"sglang-{VERSION}-cp{sys.version_info.major}{sys.version_info.minor}"
+    recipe = hashlib.sha256(RECIPE.read_bytes()).hexdigest()[:8]
+    return cache / "kvtier-ci" / f"sglang-{recipe}-cp{sys.version_info.major}{sys.version_info.minor}"
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_parallel
 
+from kvtier.keys import Namespace
+
 PAGE = 16
 LAYERS = 3
 PATIENCE = 20.0
@@ -205,6 +207,11 @@ def hashes(tokens: list[int]) -> list[str]:
 
 def prompt(seed: int, pages: int) -> list[int]:
     return [(seed * 7919 + at) % 30000 for at in range(pages * PAGE)]
+
+
+def fields(spec: Namespace) -> dict[str, Any]:
+    """Of a namespace, for `Client.namespace`."""
+    return {name: getattr(spec, name) for name in spec.__struct_fields__ if name != "layout"}
 
 
 def main() -> None:

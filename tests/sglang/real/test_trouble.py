@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from typing import Any
 
 import pytest
 
-from kvtier.keys import Namespace
 from tests.sglang.real.conftest import MakeServer
-from tests.sglang.real.server import PAGE, Server, hashes, prompt
+from tests.sglang.real.server import PAGE, Server, fields, hashes, prompt
 from tests.system.conftest import Daemon, MakeDaemon, eventually
 
 
@@ -140,7 +138,3 @@ def test_a_detached_backend_holds_nothing(server: MakeServer, daemon: Daemon) ->
     assert [(each["leases"], each["reserved_pages"], each["pid"]) for each in mine] == [(0, 0, os.getpid())]
     one.close()
     eventually(lambda: not [each for each in client.sessions()["sessions"] if each["name"] == "sglang"], "detached")
-
-
-def fields(spec: Namespace) -> dict[str, Any]:
-    return {name: getattr(spec, name) for name in spec.__struct_fields__ if name != "layout"}
