@@ -95,17 +95,17 @@ def test_a_corrupted_page_is_a_visible_difference(server: MakeServer, daemon: Da
 
 
 def test_sglangs_own_injected_failures(server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.4")
+    monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.3")
     monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY", "0.01")
     one = server()
     assert type(one.backend).__name__ == "HiCacheStorageFailureInjector"
-    written = [one.store(prompt(seed, 6)) for seed in range(25)]
-    read = [one.load(prompt(seed, 6)) for seed in range(25)]  # each page that comes is right, or this raises
+    written = [one.store(prompt(seed, 6)) for seed in range(40)]
+    read = [one.load(prompt(seed, 6)) for seed in range(40)]  # each page that comes is right, or this raises
     assert 0 in written and 6 * PAGE in written and 0 in read and 6 in read
     monkeypatch.delenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE")
     monkeypatch.delenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY")
     calm = server()
-    assert [calm.load(prompt(seed, 6)) * PAGE for seed in range(25)] == written
+    assert [calm.load(prompt(seed, 6)) * PAGE for seed in range(40)] == written
 
 
 def test_without_kvtierd_a_request_waits_for_nothing(make: MakeDaemon) -> None:
