@@ -144,3 +144,10 @@ def test_all_sequences_hear_at_once_that_kvtierd_is_lost(daemon: Daemon) -> None
         run(worker)
         for tokens, request in zip(prompts, requests, strict=True):
             assert said(request) == [plain.says(tokens, 20)]
+
+
+def test_a_salt_for_each_user_does_not_add_up(daemon: Daemon) -> None:
+    with closing(Worker(tiny().model, daemon.client())) as worker:
+        for user in range(300):
+            worker._space(f"user {user}")
+        assert len(worker._spaces) <= 257 and "" in worker._spaces and "user 299" in worker._spaces

@@ -49,6 +49,8 @@ _PAUSE = 0.05
 _TIGHT = 2.0
 """Seconds that frames are taken to be short after they were."""
 _CLERKS = 4
+_SALTS = 256
+"""Namespaces that are kept open besides the one without a salt."""
 
 
 class Worker:
@@ -239,6 +241,8 @@ class Worker:
 
     def _space(self, salt: str) -> NamespaceClient:
         if salt not in self._spaces:
+            if len(self._spaces) > _SALTS:  # a salt a user adds up; what still runs keeps its own
+                self._spaces.pop(next(other for other in self._spaces if other))
             self._spaces[salt] = open_namespace(self.client, self.model, salt=salt, **self._naming)
         return self._spaces[salt]
 
