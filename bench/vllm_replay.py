@@ -1,15 +1,18 @@
-"""Time to the first token and throughput of real vLLM on the CPU, without kvtier, with it, and with vLLM's own offloading.
+"""Time to the first token and throughput of real vLLM on the CPU, without kvtier and with it, side by side in one run.
 
     python bench/vllm_replay.py [--only replay overhead] [--requests N] [--json FILE]
 
 replay     conversations of a public trace (bench/data), scaled to the model: a block of 512 tokens becomes one of 32, and
-           answers are 1/128 of theirs, since a CPU decodes slowly and nothing here changes that. vLLM's own KV cache holds a
-           fifth of what the requests have, as GPUs hold a part of a day's; at most two requests at once, in the order of
-           the trace. Then once more in a new process: a restart.
-overhead   prompts that never repeat, so that nothing is ever found: with kvtier, with kvtier but no kvtierd, and without, a
-           round of each in turn. Processor time of the engine's process is compared, since that of a shared machine's clock
-           differs more from round to round than what is sought.
+           answers are 1/128 of theirs, since a CPU decodes slowly and nothing here changes that. Two engines serve the
+           requests in turn, one at a time, in the trace's order, and are restarted half way; so do two of every other kind
+           beside them, each request right after the other's, so that all have the same machine.
+again      all of it once more, after another restart.
+overhead   prompts that never repeat, so that nothing is ever found: without kvtier, with it, and with kvtier but no kvtierd, a
+           round of each in turn. Beside the engines' times, which differ more from round to round on a machine that others
+           use than what is sought, the cost itself: seconds that vLLM's thread spends in the connector's methods, and
+           processor time of the connector's own threads.
 
+vLLM's own OffloadingConnector is tried too, and what it says is printed: 0.32 has it for GPUs only, as LMCache has its.
 Needs what `.ci/vllm` installs; the model is SmolLM2-135M in bfloat16.
 """
 
@@ -24,6 +27,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +43,17 @@ SCALE = 16
 ANSWER_SCALE = 128
 BLOCK = 32
 AT_ONCE = 2
-ROUNDS = 7
+LOCAL_BLOCKS = 100
+ROUNDS = 9
+
+
+HOOKS = (
+    *("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"),
+    *("update_connector_output", "request_finished_all_groups", "take_events", "handle_preemptions"),
+    *("bind_connector_metadata", "start_load_kv", "wait_for_save", "get_transfer_results"),
+    *("get_block_ids_with_load_errors", "get_kv_connector_stats", "build_connector_worker_meta"),
+)
+"""What vLLM calls, each request and each step."""
 
 
 class Engine:
@@ -97,6 +111,7 @@ def serve(options: dict[str, Any]) -> None:
 
     llm = LLM(**{name: value for name, value in options.items() if value is not None})
     engine: Any = llm.llm_engine
+    hooks = watched(engine) if options.get("kv_transfer_config") else None
     print("{}", file=say)
     number = 0
     for line in sys.stdin:
@@ -104,6 +119,7 @@ def serve(options: dict[str, Any]) -> None:
         asked: dict[str, float] = {}
         first: list[float] = []
         cached = computed = 0
+        before = (hooks[0], threads_cpu()) if hooks else (0.0, 0.0)
         usage, started = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
         while waiting or asked:
             while waiting and len(asked) < AT_ONCE:
@@ -124,9 +140,42 @@ def serve(options: dict[str, Any]) -> None:
         seconds = time.perf_counter() - started
         used = resource.getrusage(resource.RUSAGE_SELF)
         cpu = used.ru_utime + used.ru_stime - usage.ru_utime - usage.ru_stime
-        print(
-            json.dumps({"first": first, "seconds": seconds, "cpu": cpu, "cached": cached, "prompt": computed}), file=say
-        )
+        answer = {"first": first, "seconds": seconds, "cpu": cpu, "cached": cached, "prompt": computed}
+        if hooks:
+            answer |= {"hooks": hooks[0] - before[0], "threads": threads_cpu() - before[1]}
+        print(json.dumps(answer), file=say)
+
+
+def watched(engine: Any) -> list[float]:
+    """Have the connector's methods, on both sides, add the seconds they take to the one number that this gives."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    spent = [0.0]
+
+    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **more: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return method(*given, **more)
+            finally:
+                spent[0] += time.perf_counter() - started
+
+        return call
+
+    for side in (engine.engine_core.engine_core.scheduler.connector, get_kv_transfer_group()):
+        for name in HOOKS:
+            setattr(side, name, timed(getattr(side, name)))
+    return spent
+
+
+def threads_cpu() -> float:
+    """Processor seconds of the connector's own threads so far."""
+    ticks = 0
+    for thread in threading.enumerate():
+        if thread.name.startswith("kvtier"):
+            fields = Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def trace(count: int) -> list[dict[str, Any]]:
@@ -157,49 +206,84 @@ OFFLOADING = {
 }
 
 
+class Pair:
+    """Two engines of a kind, that serve requests in turn."""
+
+    def __init__(self, name: str, transfer: dict[str, Any] | None, place: Path) -> None:
+        self.name, self._transfer, self._place = name, transfer, place
+        self._engines: list[Engine] = []
+        self._started = 0
+        self.answers: list[dict[str, Any]] = []
+
+    def restart(self) -> None:
+        self.close()
+        for _ in range(2):
+            self._started += 1
+            log = self._place / f"{self.name}-{self._started}.log"
+            self._engines.append(Engine(log, self._transfer, num_gpu_blocks_override=LOCAL_BLOCKS))
+            warm_up(self._engines[-1])
+
+    def ask(self, number: int, request: dict[str, Any]) -> None:
+        self.answers.append(self._engines[number % 2].ask([request]))
+
+    def close(self) -> None:
+        for engine in self._engines:
+            engine.close()
+        self._engines.clear()
+
+    def row(self, what: str) -> dict[str, Any]:
+        """Of the requests since the last one."""
+        taken, self.answers = self.answers, []
+        first = sorted(one["first"][0] for one in taken)
+        total = {key: sum(one[key] for one in taken) for key in ("seconds", "cpu", "cached", "prompt")}
+        return {"what": what, "system": self.name, "first": first, **total}
+
+
 def replay(place: Path, endpoint: str, count: int) -> list[dict[str, Any]]:
     requests = trace(count)
     distinct = len({tuple(one["prompt"][: n + BLOCK]) for one in requests for n in range(0, len(one["prompt"]), BLOCK)})
-    small = {"num_gpu_blocks_override": max(140, distinct // 5)}
     print(
         f"\nreplay: {len(requests)} requests, {sum(len(one['prompt']) for one in requests):,} prompt tokens, ", end=""
     )
-    print(f"{distinct} distinct blocks of {BLOCK}; vLLM's cache: {small['num_gpu_blocks_override']} blocks")
-    print(f"{'':34} {'first token, s':>24} {'':>9} {'tokens/s':>9} {'cached':>7}")
-    print(f"{'':34} {'p50':>8} {'mean':>7} {'p90':>7} {'':>9}")
+    print(f"{distinct} distinct blocks of {BLOCK}; an engine's own cache has {LOCAL_BLOCKS}")
+    print(f"vLLM's OffloadingConnector: {runs(place, OFFLOADING)}")
+    print(f"{'':34} {'first token, s':>24} {'tokens/s':>9} {'cpu, s':>8} {'cached':>7}")
+    print(f"{'':34} {'p50':>8} {'mean':>7} {'p90':>7}")
+    pairs = [Pair("vLLM", None, place), Pair("vLLM with kvtier", kvtier(endpoint), place)]
     rows = []
-    systems: list[tuple[str, dict[str, Any] | None]] = [
-        ("vLLM", None),
-        ("vLLM, own offloading", OFFLOADING),
-        ("vLLM, kvtier", kvtier(endpoint)),
-    ]
-    for name, transfer in systems:
-        for restart in (False, True):
-            log = place / f"replay-{len(rows)}.log"
-            try:
-                engine = Engine(log, transfer, **small)
-            except SystemExit:
-                reason = next(
-                    (line for line in reversed(log.read_text().splitlines()) if "Error" in line), "see its log"
-                )
-                print(f"{name:34} does not run here: {reason.strip()[:120]}")
-                break
-            warm_up(engine)
-            answer = engine.ask(requests)
-            engine.close()
-            row = {"system": name + (", restarted" if restart else ""), **answer}
-            rows.append(row)
-            print(line(row), flush=True)
+    for what in ("first time", "again"):
+        for n, request in enumerate(requests):
+            if n == 0 or (what == "first time" and n == len(requests) // 2):
+                for pair in pairs:
+                    pair.restart()
+            for pair in pairs if n % 2 else reversed(pairs):
+                pair.ask(n + (what == "again"), request)
+        for pair in pairs:
+            rows.append(pair.row(what))
+            print(line(rows[-1]), flush=True)
+    for pair in pairs:
+        pair.close()
     return rows
 
 
+def runs(place: Path, transfer: dict[str, Any]) -> str:
+    """Whether an engine comes up with it here; its last error, if not."""
+    log = place / "peer.log"
+    try:
+        Engine(log, transfer).close()
+    except SystemExit:
+        said = [one for one in log.read_text().splitlines() if "Error: " in one or "Exception: " in one]
+        return said[-1].split("]: ")[-1] if said else "does not come up"
+    return "runs"
+
+
 def line(row: dict[str, Any]) -> str:
-    first = sorted(row["first"])
+    first = row["first"]
     p90 = first[int(0.9 * (len(first) - 1))]
-    share = row["cached"] / row["prompt"]
-    speed = row["prompt"] / row["seconds"]
-    mean = statistics.mean(first)
-    return f"{row['system']:34} {statistics.median(first):8.2f} {mean:7.2f} {p90:7.2f} {'':9} {speed:9.0f} {share:7.1%}"
+    name = f"{row['what']}: {row['system']}"
+    share, speed = row["cached"] / row["prompt"], row["prompt"] / row["seconds"]
+    times = f"{statistics.median(first):8.2f} {statistics.mean(first):7.2f} {p90:7.2f}"
+    return f"{name:34} {times} {speed:9.0f} {row['cpu']:8.1f} {share:7.1%}"
 
 
 def warm_up(engine: Engine) -> None:
@@ -208,7 +292,7 @@ def warm_up(engine: Engine) -> None:
 
 
 def unique(draw: random.Random, count: int) -> list[dict[str, Any]]:
-    return [{"prompt": [draw.randrange(100, 40_000) for _ in range(400)], "answer": 16} for _ in range(count)]
+    return [{"prompt": [draw.randrange(100, 40_000) for _ in range(400)], "answer": 4} for _ in range(count)]
 
 
 def overhead(place: Path, endpoint: str, _: int) -> list[dict[str, Any]]:
@@ -227,18 +311,20 @@ def overhead(place: Path, endpoint: str, _: int) -> list[dict[str, Any]]:
             times[n].append(engines[n].ask(unique(draw, 8)))
     for engine in engines:
         engine.close()
-    print(f"\noverhead: {ROUNDS} rounds of 8 prompts of 400 tokens that never repeat, 16 tokens each")
-    print(f"{'':34} {'cpu, s':>8} {'ratio':>7} {'wall, s':>8} {'ratio':>7}   (medians; ratios round by round)")
+    print(f"\noverhead: {ROUNDS} rounds of 8 prompts of 400 tokens that never repeat, 4 tokens each; the best round")
+    print(f"{'':20} {'cpu, s':>8} {'ratio':>7} {'wall, s':>8} {'ratio':>7} {'in its methods':>15} {'its threads':>12}")
     rows = []
     for (name, _), taken in zip(ways, times, strict=True):
         row: dict[str, Any] = {"way": name}
         for what in ("cpu", "seconds"):
-            row[what] = statistics.median(one[what] for one in taken)
-            pairs = zip(taken, times[0], strict=True)
-            row[f"{what}_ratio"] = statistics.median(one[what] / other[what] for one, other in pairs)
+            row[what] = min(one[what] for one in taken)
+            row[f"{what}_ratio"] = row[what] / min(one[what] for one in times[0])
+        row["hooks"] = statistics.median(one.get("hooks", 0) / one["seconds"] for one in taken)
+        row["threads"] = statistics.median(one.get("threads", 0) / one["cpu"] for one in taken)
         rows.append(row)
         print(
-            f"{name:34} {row['cpu']:8.2f} {row['cpu_ratio']:7.3f} {row['seconds']:8.2f} {row['seconds_ratio']:7.3f}",
+            f"{name:20} {row['cpu']:8.2f} {row['cpu_ratio']:7.3f} {row['seconds']:8.2f} {row['seconds_ratio']:7.3f} "
+            f"{row['hooks']:15.2%} {row['threads']:12.2%}",
             flush=True,
         )
     return rows
