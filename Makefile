@@ -8,16 +8,20 @@ PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test lint demo format clean
+.PHONY: help test vllm lint demo format clean
 
 help:
 	@echo "make test     lint, types, layers and tests (PYTEST_ARGS='-k name' to choose)"
+	@echo "make vllm     real vLLM for the CPU (3.5 GB, once), and the tests that need it"
 	@echo "make demo     a real model's KV pages cross processes, tiers and a restart of kvtierd"
 	@echo "make lint     the first half of make test; make format mends what a machine can"
 	@echo "make clean    remove .venv and caches"
 
 test: lint
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+vllm: $(VENV)/.dev
+	place=$$(.ci/vllm) && KVTIER_VLLM=$$place $(BIN)/pytest tests/vllm $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
