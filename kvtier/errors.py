@@ -47,6 +47,12 @@ class NotAttached(KvtierError):
     code = "not_attached"
 
 
+class NotOpen(KvtierError):
+    """The namespace is not open, or was closed since: the daemon closes those without pages when they become many."""
+
+    code = "not_open"
+
+
 class AccessDenied(KvtierError):
     """The peer's user may not do this."""
 

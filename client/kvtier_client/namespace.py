@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier import keys as page_keys
 from kvtier import wire
+from kvtier.errors import NotOpen
 from kvtier.keys import Namespace
 from kvtier_client.pages import Lease, Reservation
 
@@ -121,7 +122,12 @@ class NamespaceClient:
         if count <= 0:
             return Reservation(self, attachment, first, 0, b"", b"")
         body = wire.Reserve(self._open(attachment), tier or attachment.fastest, first, count, parent, keys)
-        answer = self.client.on(attachment, "reserve", body, wire.Reserved, timeout=timeout)
+        try:
+            answer = self.client.on(attachment, "reserve", body, wire.Reserved, timeout=timeout)
+        except NotOpen:
+            self._opened = None
+            body.namespace = self._open(attachment)
+            answer = self.client.on(attachment, "reserve", body, wire.Reserved, timeout=timeout)
         return Reservation(self, attachment, first, answer.reservation, answer.status, answer.handles)
 
     def _open(self, attachment: Attachment) -> int:

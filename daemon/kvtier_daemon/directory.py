@@ -18,6 +18,9 @@ from kvtier_daemon.slabs import Frame, State
 if TYPE_CHECKING:
     from kvtier_daemon.tiers import Tier
 
+_MANY = 1024
+"""Namespaces that are let be, empty or not."""
+
 
 class OpenNamespace:
     """A namespace as this daemon knows it: `id` is what requests name it by, `seed` its digest."""
@@ -160,6 +163,8 @@ class Directory:
         self.tiers = tiers
         self.tenants: dict[str, Tenant] = {}
         self.namespaces: dict[int, OpenNamespace] = {}
+        self._next = 1
+        self._many = _MANY
 
     def tenant(
         self, name: str, guaranteed: dict[int, int] | None = None, limit: dict[int, int] | None = None
@@ -176,9 +181,22 @@ class Directory:
         seed = spec.digest()
         opened = tenant.namespaces.get(seed)
         if opened is None:
-            opened = OpenNamespace(len(self.namespaces) + 1, tenant, spec)
+            opened = OpenNamespace(self._next, tenant, spec)
+            self._next += 1
             tenant.namespaces[seed] = self.namespaces[opened.id] = opened
         return opened
+
+    @property
+    def crowded(self) -> bool:
+        """Whether there are twice as many namespaces as `close_empty` left the last time."""
+        return len(self.namespaces) >= self._many
+
+    def close_empty(self, held: set[OpenNamespace]) -> None:
+        """Close the namespaces that have no pages and are not in `held`: a salt a user, they would add up for ever."""
+        for space in list(self.namespaces.values()):
+            if not space.pages and space not in held:
+                del self.namespaces[space.id], space.tenant.namespaces[space.seed]
+        self._many = max(_MANY, 2 * len(self.namespaces))
 
     def publish(self, key: bytes, namespace: OpenNamespace, number: int, parent: Page | None) -> Page:
         """A new page under `key`, which must be free."""

@@ -29,6 +29,8 @@ class Operation:
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.done = False
+        self.space: OpenNamespace | None = None
+        """Where it is going to write."""
         self.spent: dict[str, float] | None = None
         """Seconds waited so far by what for; None while nothing had to be waited for."""
         self._waiting = ("", 0.0)
@@ -291,6 +293,7 @@ class Reserving(Operation):
         self.pages = pages
         self.status = bytearray()
         self.reservation = Reservation(sessions.new_id(), namespace)
+        self.space = namespace
         self.starved: SlabClass | None = None
 
     def advance(self) -> None:

@@ -165,6 +165,16 @@ class Sessions:
             session.reservations.pop(reservation.id, None)
         return given
 
+    def spaces(self) -> set[OpenNamespace]:
+        """The namespaces that requests and reservations are about: what sessions may still publish pages in."""
+        found: set[OpenNamespace] = set()
+        for session in self.by_id.values():
+            found.update(reservation.namespace for reservation in session.reservations.values())
+            found.update(filter(None, (operation.space for operation in session.operations.values())))
+            if session.space is not None:
+                found.add(session.space)
+        return found
+
     def end(self, session: Session, *, clean: bool, alive: bool) -> None:
         """The session is over. Its leases are released now; its reserved frames are freed if it ended in order
         (`clean`) or its process is gone, and quarantined while that is `alive`."""

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from kvtier import keys as page_keys
 from kvtier import wire
 from kvtier.config import LogLevel
-from kvtier.errors import AccessDenied, Draining, InvalidRequest, LayoutError, StaleHandle
+from kvtier.errors import AccessDenied, Draining, InvalidRequest, LayoutError, NotOpen, StaleHandle
 from kvtier.sizes import format_size
 from kvtier.wire import EXISTS, GRANTED, ORPHAN
 from kvtier_daemon import logs
@@ -60,7 +60,10 @@ class Verbs:
             )
         if body.probed:
             self.attach.verify_probe(session, spec)
-        session.space = self.store.directory.open(session.tenant, spec)
+        directory = self.store.directory
+        if directory.crowded:
+            directory.close_empty(self.sessions.spaces())
+        session.space = directory.open(session.tenant, spec)
         return wire.Opened(session.space.id)
 
     def _lookup(self, session: Session, _: bytes, body: wire.Lookup, __: Answer) -> wire.Body:
@@ -386,7 +389,7 @@ class Verbs:
     def _namespace(self, session: Session, number: int) -> OpenNamespace:
         space = self.store.directory.namespaces.get(number)
         if space is None or space.tenant is not session.tenant:
-            raise InvalidRequest(f"namespace {number} is not open to this session: open it first")
+            raise NotOpen(f"namespace {number} is not open to this session: open it, or open it again")
         return space
 
     def _tier(self, name: str, reader: Session | None = None) -> Tier:

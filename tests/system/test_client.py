@@ -291,6 +291,26 @@ def test_threads_open_namespaces_at_once(daemon: Daemon) -> None:
     assert len({space.seed for space in spaces}) == 64
 
 
+def test_namespaces_without_pages_do_not_add_up(daemon: Daemon) -> None:
+    """A salt a user: those that nobody has pages in are closed when they become many, and opened again when they are
+    wanted; one that pages are being written in stays."""
+    client = daemon.client()
+    first, written, kept = (open_space(client, model=name) for name in ("first", "written", "kept"))
+    put(kept, chain(kept, 1, 3))
+    keys = chain(written, 2, 3)
+    with written.reserve(keys) as reservation:
+        for number in range(3000):
+            open_space(client, salt=str(number))
+        assert client.stats()["daemon"]["namespaces"] < 1100
+        for key, page in zip(keys, reservation, strict=True):
+            fill(page.view, key)
+        assert reservation.commit() == bytes([GRANTED] * 3)
+    assert read(written, keys) == 3 and read(kept, chain(kept, 1, 3)) == 3
+    put(first, chain(first, 3, 3))
+    assert read(first, chain(first, 3, 3)) == 3
+    assert {space["model"] for space in client.inventory()["namespaces"]} >= {"first", "written", "kept"}
+
+
 def test_many_threads_ask_at_once_whether_the_daemon_lives(daemon: Daemon) -> None:
     attachment = daemon.client().current()
     with ThreadPoolExecutor(8) as pool:
