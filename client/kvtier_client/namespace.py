@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier import keys as page_keys
 from kvtier import wire
-from kvtier.errors import NotOpen
+from kvtier.errors import DaemonLost, NotOpen
 from kvtier.keys import Namespace
 from kvtier_client.pages import Lease, Reservation
 
@@ -136,7 +136,11 @@ class NamespaceClient:
         if opened is not None and opened[0] is attachment:
             return opened[1]
         with attachment.opening:
-            attachment.probe(self.spec.layout)
+            try:
+                attachment.probe(self.spec.layout)
+            except DaemonLost:
+                self.client.lost(attachment)  # or the next call would be made with it again
+                raise
             body = wire.Open(self.spec, self.seed, self.spec.layout.fingerprint(), True)
             number = self.client.on(attachment, "open", body, wire.Opened).namespace
         self._opened = (attachment, number)

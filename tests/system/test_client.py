@@ -311,6 +311,23 @@ def test_namespaces_without_pages_do_not_add_up(daemon: Daemon) -> None:
     assert {space["model"] for space in client.inventory()["namespaces"]} >= {"first", "written", "kept"}
 
 
+def test_a_namespace_is_opened_after_a_restart_that_nothing_else_has_noticed(daemon: Daemon) -> None:
+    client = daemon.client()
+    open_space(client)
+    daemon.kill()
+    daemon.start()
+    with pytest.raises(DaemonLost):
+        open_space(client, "other")
+    eventually(lambda: _opens(client), "the client attaches again")
+
+
+def _opens(client: Client) -> bool:
+    with contextlib.suppress(DaemonLost):
+        open_space(client, "other")
+        return True
+    return False
+
+
 def test_many_threads_ask_at_once_whether_the_daemon_lives(daemon: Daemon) -> None:
     attachment = daemon.client().current()
     with ThreadPoolExecutor(8) as pool:
