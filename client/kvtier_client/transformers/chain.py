@@ -15,7 +15,7 @@ import numpy
 from kvtier.wire import EXISTS, GRANTED
 from kvtier_client.namespace import NamespaceClient
 from kvtier_client.transformers.errands import Answer
-from kvtier_client.transformers.paging import Hold, Leftovers, Page
+from kvtier_client.transformers.paging import Leftovers, Page
 
 
 class Source(NamedTuple):
@@ -34,7 +34,6 @@ class Chain:
         self.computed = 0
         self.pages: list[Page] = []
         self.sealed = 0
-        self.sealable = True
         self.source: Source | None = None
         self._row: tuple[tuple[int, int], numpy.ndarray[Any, numpy.dtype[numpy.int64]]] | None = None
 
@@ -66,8 +65,8 @@ class Chain:
         """Whole pages that kvtierd does not know yet, unless a fork has them on their way."""
         while self.sealed < self.whole and self.pages[self.sealed].slot < 0:
             self.sealed += 1
-        found = self.pages[self.sealed : self.whole] if self.sealable else []
-        return [] if any(page.asked for page in found) else found
+        found = self.pages[self.sealed : self.whole]
+        return [] if any(page.asked or page.refused for page in found) else found
 
     def begin(self, answer: Answer) -> None:
         """The first pages are there."""
@@ -83,20 +82,19 @@ class Chain:
     def settle(self, pages: list[Page], answer: Answer, leftovers: Leftovers) -> bool:
         """`pages` were published, as far as the answer says; whether any of them stands elsewhere now."""
         moved = False
-        instead = None if answer.instead is None else Hold(answer.instead)
         for page, status, kept in zip(pages, answer.statuses, answer.kept, strict=True):
             page.asked = False
             if status == GRANTED:
                 page.published(kept)
-            elif status == EXISTS and answer.instead is not None and page.number < len(answer.instead):
-                assert instead is not None
-                page.move(answer.instead[page.number], instead, leftovers)
+            elif status == EXISTS and page.number < len(answer.instead):
+                page.move(answer.instead[page.number], leftovers)
                 moved = True
             else:
-                # Nothing after it could be found either: what follows is this sequence's alone.
-                self.sealable = False
-        if answer.instead is not None and not moved:
-            leftovers.leases.append(answer.instead)
+                # Nothing after it could be found either: what follows stays this worker's alone.
+                page.refused = True
+        for hold in {*answer.kept}:
+            leftovers.unused(hold)
+        leftovers.drop(answer.instead)
         return moved
 
     def share(self, parent: Chain) -> None:
@@ -107,7 +105,6 @@ class Chain:
         for page in self.pages:
             page.refs += 1
         self.sealed = min(parent.sealed, len(self.pages))
-        self.sealable = parent.sealable
         self.computed = self.capacity
         rest = parent.computed - self.computed
         if rest:
@@ -136,7 +133,6 @@ class Chain:
             leftovers.drop([self.source.page])
         self.pages, self.source = [], None
         self.computed = self.sealed = 0
-        self.sealable = True
 
     def check(self) -> None:
         assert 0 <= self.sealed <= self.whole <= len(self.pages), self

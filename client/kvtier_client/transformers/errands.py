@@ -6,14 +6,15 @@ waits for no round trip: pages are reserved before they are needed, and publishe
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.errors import KvtierError, OutOfPages
 from kvtier.schedule import Schedule
 from kvtier_client.namespace import NamespaceClient
-from kvtier_client.pages import Lease, Reservation
+from kvtier_client.pages import Reservation
 from kvtier_client.transformers.paging import Hold, Leftovers, Page, on_lease, on_reservation
 
 _TIGHT = 1.0
@@ -24,13 +25,14 @@ _TIGHT = 1.0
 class Answer:
     """`borrowed` and `reserved` pages are new. Of pages that were to be published, each has a status, and one of `kept`,
     the lease that holds it if it was GRANTED; `instead` are the chain's pages, if somebody else had published some first.
+
     `starved`: frames ran out."""
 
     borrowed: list[Page]
     reserved: list[Page]
     statuses: bytes = b""
     kept: tuple[Hold, ...] = ()
-    instead: Lease | None = None
+    instead: list[Page] = field(default_factory=list)
     starved: OutOfPages | None = None
 
 
@@ -102,21 +104,23 @@ def publish(
     borrowed `instead`. Raises DaemonLost.
     """
     keys = space.keys(tokens)
-    statuses = bytearray()
-    kept: list[Hold] = []
-    for reservation, slots, numbers in _runs(pages):
-        parent = keys[numbers[0] - 1] if numbers[0] else b""
-        status, lease = reservation.commit_and_lease(
-            slots, keys=[keys[number] for number in numbers], parent=parent, after=after
-        )
-        statuses += status
-        kept += [Hold(lease)] * len(slots)
-    answer = Answer([], [], bytes(statuses), tuple(kept))
-    if any(statuses):
-        try:
-            answer.instead = space.borrow(keys[: pages[-1].number + 1], tier=terms.tier, timeout=terms.borrow)
-        except OutOfPages:
-            pass
+    answer = Answer([], [])
+    try:
+        for reservation, slots, numbers in _runs(pages):
+            parent = keys[numbers[0] - 1] if numbers[0] else b""
+            status, lease = reservation.commit_and_lease(
+                slots, keys=[keys[number] for number in numbers], parent=parent, after=after
+            )
+            answer.statuses += status
+            answer.kept += (Hold(lease),) * len(slots)
+        if any(answer.statuses):
+            with contextlib.suppress(OutOfPages):
+                lease = space.borrow(keys[: pages[-1].number + 1], tier=terms.tier, timeout=terms.borrow)
+                answer.instead = on_lease(lease)
+    except BaseException:
+        for hold in answer.kept:
+            hold.unmap()
+        raise
     return answer
 
 

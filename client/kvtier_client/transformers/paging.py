@@ -20,8 +20,8 @@ from kvtier_client.pages import Lease, PageView, Reservation
 
 
 class Hold:
-    """A lease or a reservation, and how many pages stand on it; meanwhile its memory stays mapped, whatever becomes of the
-    daemon. `of` None: memory of this process."""
+    """A lease or a reservation, and how many pages stand on it. Until `unmap` its memory stays mapped, whatever becomes of
+    the daemon. `of` None: memory of this process. Making one raises DaemonLost if the memory may be gone already."""
 
     __slots__ = ("_mapped", "of", "pages")
 
@@ -29,14 +29,10 @@ class Hold:
         self.of = of
         self.pages = 0
         self._mapped: contextlib.AbstractContextManager[None] | None = None
-
-    def enter(self) -> None:
-        """A page more. Raises DaemonLost if the memory may be gone."""
-        if self.of is not None and self._mapped is None:
-            mapped = self.of.attachment.hold()
+        if of is not None:
+            mapped = of.attachment.hold()
             mapped.__enter__()
             self._mapped = mapped
-        self.pages += 1
 
     def leave(self) -> bool:
         """A page less; whether that was the last, and `unmap` is due."""
@@ -44,7 +40,7 @@ class Hold:
         return self.pages == 0
 
     def unmap(self) -> None:
-        """Nobody reads or writes there any more."""
+        """Nobody reads or writes there any more. The second time it does nothing."""
         if self._mapped is not None:
             self._mapped.__exit__(None, None, None)
             self._mapped = None
@@ -53,9 +49,9 @@ class Hold:
 class Page:
     """Page `number` of a chain. `units` is its memory `[unit, layer, K or V, kv head, token, dim]`, which keeps it mapped;
     `address` that of its first unit for kernels. `slot` is its own in a reservation, -1 on a lease; `asked` says that it is
-    on its way to be published."""
+    on its way to be published, `refused` that it could not be."""
 
-    __slots__ = ("address", "asked", "hold", "number", "refs", "slot", "units")
+    __slots__ = ("address", "asked", "hold", "number", "refs", "refused", "slot", "units")
     moves: ClassVar[int] = 0
     """How many pages have come to stand elsewhere: tables made before may be wrong."""
 
@@ -66,23 +62,22 @@ class Page:
         self.hold = hold
         self.slot = slot
         self.refs = 1
-        self.asked = False
-        hold.enter()
+        self.asked = self.refused = False
+        hold.pages += 1
 
     def __repr__(self) -> str:
         return f"<Page {self.number}: {self.refs} holders, {'leased' if self.slot < 0 else f'slot {self.slot}'}>"
 
-    def move(self, view: PageView, hold: Hold, leftovers: Leftovers) -> None:
-        """Stand on the lease of an equal page from now on."""
-        hold.enter()
+    def move(self, equal: Page, leftovers: Leftovers) -> None:
+        """Stand where an equal page does, from now on."""
+        equal.hold.pages += 1
         leftovers.add(self)
-        self.units, self.address = view.torch(), address_of(view)
-        self.hold, self.slot = hold, -1
+        self.units, self.address, self.hold, self.slot = equal.units, equal.address, equal.hold, equal.slot
         Page.moves += 1
 
     def published(self, hold: Hold) -> None:
         """What was written in the slot is a page now, which `hold` keeps."""
-        hold.enter()
+        hold.pages += 1
         if self.hold.leave():
             self.hold.unmap()  # what is mapped is the same, and `hold` keeps it
         self.hold, self.slot = hold, -1
@@ -126,6 +121,13 @@ class Leftovers:
         if last:
             self.holds.append(hold)
 
+    def unused(self, hold: Hold) -> None:
+        """If no page came to stand on it."""
+        if not hold.pages:
+            self.holds.append(hold)
+            if isinstance(hold.of, Lease):
+                self.leases.append(hold.of)
+
     def give_back(self, after: Any = None) -> None:
         """Release and abort, when `after` (a CUDA event) is done. A lost daemon has taken it all back already."""
         if after is not None:
@@ -141,19 +143,25 @@ class Leftovers:
             hold.unmap()
 
 
-def on_lease(lease: Lease, first: int = 0) -> list[Page]:
-    """Pages `first` and on of a chain, which `lease` holds."""
-    hold = Hold(lease)
-    return [Page(first + at, view.torch(), address_of(view), hold) for at, view in enumerate(lease)]
+def on_lease(lease: Lease) -> list[Page]:
+    """The pages of a chain, from the first on, that `lease` holds."""
+    return _standing(Hold(lease), [(number, view, -1) for number, view in enumerate(lease)])
 
 
 def on_reservation(reservation: Reservation) -> list[Page]:
-    hold = Hold(reservation)
-    numbers: Sequence[int] = reservation.numbers
-    return [
-        Page(number, view.torch(), address_of(view), hold, slot)
-        for slot, (number, view) in enumerate(zip(numbers, reservation, strict=True))
-    ]
+    numbers = zip(reservation.numbers, reservation, strict=True)
+    return _standing(Hold(reservation), [(number, view, slot) for slot, (number, view) in enumerate(numbers)])
+
+
+def _standing(hold: Hold, places: Sequence[tuple[int, PageView, int]]) -> list[Page]:
+    try:
+        pages = [Page(number, view.torch(), address_of(view), hold, slot) for number, view, slot in places]
+    except BaseException:
+        hold.unmap()
+        raise
+    if not pages:
+        hold.unmap()
+    return pages
 
 
 def in_own_memory(

@@ -106,6 +106,7 @@ class Worker:
         model.set_attn_implementation(attention.NAME)
 
         self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._unopened: deque[tuple[Request, float]] = deque()
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._leaving: list[tuple[Sequence, bool]] = []
@@ -175,7 +176,14 @@ class Worker:
             self._compute(work)
         else:
             self._keep_house()
-        busy = bool(self._running or self._waiting or self._leaving or self._partings or not self._inbox.empty())
+        busy = bool(
+            self._running
+            or self._waiting
+            or self._leaving
+            or self._partings
+            or self._unopened
+            or not self._inbox.empty()
+        )
         if busy and not work:
             self._idle(_PAUSE / 5)
         return busy
@@ -223,21 +231,35 @@ class Worker:
                 self._fail_all(RequestFailed(f"the worker failed in a step: {type(error).__name__}: {error}"))
 
     def _receive(self) -> None:
-        while True:
-            try:
-                request = self._inbox.get_nowait()
-            except queue.Empty:
-                return
-            limit = min(len(request.prompt) + request.sampling.max_tokens, self.max_length)
-            try:
-                space = self._space(request.salt)
-            except KvtierError as error:
-                request.fail(RequestFailed(f"its namespace could not be opened: {error}"))
-                continue
-            sequence = Sequence(request, 0, space, list(request.prompt), limit, self.device)
-            self._arrivals += 1
-            sequence.age = (self._arrivals, 0)
-            self._waiting.append(sequence)
+        while not self._inbox.empty():
+            self._unopened.append((self._inbox.get_nowait(), time.monotonic()))
+        if not self._unopened or time.monotonic() < self._next_admission:
+            return
+        unopened, self._unopened = self._unopened, deque()
+        for request, since in unopened:
+            self._open(request, since)
+
+    def _open(self, request: Request, since: float) -> None:
+        """Find the request's namespace; while kvtierd is lost, later."""
+        try:
+            space = self._space(request.salt)
+        except (DaemonLost, Draining) as error:
+            if request.cancelled.is_set():
+                self._all_end(request, "cancelled")
+            elif time.monotonic() - since > self.patience:
+                request.fail(RequestFailed(f"no pages within {self.patience:g} s: {error}"))
+            else:
+                self._unopened.append((request, since))
+                self._next_admission = time.monotonic() + _PAUSE
+            return
+        except KvtierError as error:
+            request.fail(RequestFailed(f"its namespace could not be opened: {error}"))
+            return
+        limit = min(len(request.prompt) + request.sampling.max_tokens, self.max_length)
+        sequence = Sequence(request, 0, space, list(request.prompt), limit, self.device)
+        self._arrivals += 1
+        sequence.age = (self._arrivals, 0)
+        self._waiting.append(sequence)
 
     def _space(self, salt: str) -> NamespaceClient:
         if salt not in self._spaces:
@@ -445,8 +467,13 @@ class Worker:
         """Tell the caller; of a prompt that had not been forked yet, for all its samples."""
         sequence.state = State.ENDED
         request = sequence.request
-        samples = range(request.sampling.n) if self._samples(sequence) > 1 else [sequence.sample]
-        for sample in samples:
+        if self._samples(sequence) > 1:
+            self._all_end(request, how)
+        else:
+            request.end(sequence.sample, how)
+
+    def _all_end(self, request: Request, how: str) -> None:
+        for sample in range(request.sampling.n):
             request.end(sample, how)
 
     def _fail(self, sequence: Sequence, error: KvtierError) -> None:
@@ -461,7 +488,10 @@ class Worker:
             self._leave(sequence, requeue=False)
 
     def _fail_all(self, error: KvtierError) -> None:
-        self._receive()
+        while not self._inbox.empty():
+            self._inbox.get_nowait().fail(error)
+        while self._unopened:
+            self._unopened.popleft()[0].fail(error)
         for sequence in [*self._running, *self._waiting]:
             if sequence.state is not State.ENDED:
                 self._fail(sequence, error)
