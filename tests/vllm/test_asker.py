@@ -16,11 +16,11 @@ import pytest
 from kvtier.keys import Namespace
 from kvtier.layout import EngineLayout
 from kvtier_client import NamespaceClient
+from kvtier_client.vllm.asker import Asker
+from kvtier_client.vllm.asker import Request as Known
 from kvtier_client.vllm.hashes import BlockHashes
 from kvtier_client.vllm.link import Link
 from kvtier_client.vllm.naming import adapter_digest, page_key, variant
-from kvtier_client.vllm.scheduler import Asker
-from kvtier_client.vllm.scheduler import Request as Known
 from kvtier_client.vllm.stats import Tally
 from tests.system.conftest import Daemon, MakeDaemon, eventually, make, place
 from tests.vllm.stand_ins import Request, hashing

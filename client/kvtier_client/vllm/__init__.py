@@ -5,6 +5,7 @@
 
     connector            vLLM's interface, thin
     scheduler, worker    the two sides of it
+    asker                what the scheduler's side asks kvtierd
     messages             what one tells the other
     groups, naming, hashes    what can be served, and what pages are called
     blocks               where an engine's blocks lie, and copies

@@ -32,6 +32,7 @@ from kvtier import device
 from kvtier.errors import KvtierError
 from kvtier.keys import Namespace
 from kvtier_client.vllm import naming, versions
+from kvtier_client.vllm.asker import Asker
 from kvtier_client.vllm.blocks import block_map
 from kvtier_client.vllm.events import Announced, Events
 from kvtier_client.vllm.groups import Plan, plan
@@ -39,7 +40,7 @@ from kvtier_client.vllm.hashes import BlockHashes, Hashing
 from kvtier_client.vllm.link import Link
 from kvtier_client.vllm.messages import Heard, Step
 from kvtier_client.vllm.options import parse
-from kvtier_client.vllm.scheduler import Asker, Scheduler
+from kvtier_client.vllm.scheduler import Scheduler
 from kvtier_client.vllm.stats import COUNTS, Tally, summary, summed
 from kvtier_client.vllm.worker import Cache, Worker
 
