@@ -1,7 +1,7 @@
 """Small things that vLLM's tests need and no package has: a model with sliding windows, and adapters. Their weights are drawn;
 what they say means nothing, but follows from every token before.
 
-    python -m tests.vllm.models windows FOLDER TOKENIZER        python -m tests.vllm.models adapter FOLDER SEED
+    python -m tests.vllm.models FOLDER TOKENIZER        makes `windows`
 
 Runs where vLLM is installed.
 """
@@ -66,7 +66,4 @@ def adapter(folder: Path, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "windows":
-        windows(Path(sys.argv[2]), Path(sys.argv[3]))
-    else:
-        adapter(Path(sys.argv[2]), int(sys.argv[3]))
+    windows(Path(sys.argv[1]), Path(sys.argv[2]))

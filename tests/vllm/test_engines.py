@@ -268,6 +268,12 @@ def test_a_connector_that_serves_nothing_answers_everything(plain: Engine) -> No
         "    result.append(one._unserved)\n"
         "groups = caches.kv_cache_groups\n"
         "answers(groups)\n"
+        "config.kv_transfer_config.kv_connector_extra_config = {'endpint': '/nowhere'}\n"
+        "try:\n"
+        "    answers(groups)\n"
+        "except Exception as error:\n"
+        "    result.append(str(error))\n"
+        "config.kv_transfer_config.kv_connector_extra_config = {}\n"
         "versions.tells_failed_requests = lambda: False\n"
         "answers([*groups, *groups])\n"
         "a, b = (connector.KVTierWorkerMetadata(Heard({name})) for name in 'ab')\n"
@@ -277,4 +283,5 @@ def test_a_connector_that_serves_nothing_answers_everything(plain: Engine) -> No
         "assert not a.is_empty(); a.reset(); assert a.is_empty()\n"
     )
     assert said[0].startswith("1 of 2 ranks told their namespaces")
-    assert said[1].startswith("a model with 2 KV cache groups")
+    assert said[1].endswith("endpint is no option; did you mean endpoint?")
+    assert said[2].startswith("a model with 2 KV cache groups")
