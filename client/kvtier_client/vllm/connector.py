@@ -29,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvtier import device
-from kvtier.errors import KvtierError
+from kvtier.errors import KvtierError, LayoutError
 from kvtier.keys import Namespace
 from kvtier_client.vllm import naming, versions
 from kvtier_client.vllm.asker import Asker
@@ -163,6 +163,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
                         self._model, self._rank(), group, blocks.unit_bytes, arrangement, self._options
                     )
                     caches[group.number] = Cache(blocks, space)
+            if not caches:
+                raise LayoutError("a rank has no layer that keeps KV")
             where = next(iter(caches.values())).blocks.device
             if where.type == "cuda":
                 device.runtime()  # better said now than at each copy
