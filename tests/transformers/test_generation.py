@@ -74,7 +74,7 @@ def test_a_batch_padded_on_the_left_with_unequal_hits(smol: Plain, client: Clien
 
 def test_beams_fork_pages_and_say_what_plain_beams_say(smol: Plain, client: Client) -> None:
     ids = torch.tensor([smol.tokens(STORY)])
-    wishes = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 20}
+    wishes = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 12}
     plain = generate(smol, None, ids, **wishes)
     for _ in range(2):
         with GenerationCache(smol.model, client, ids) as cache:
@@ -122,7 +122,7 @@ def test_without_kvtierd_it_goes_on_in_memory_of_its_own(smol: Plain, served: Da
     client = served.client()
     with GenerationCache(smol.model, client, ids) as cache:
         served.kill()
-        assert generate(smol, cache, ids, max_new_tokens=40) == [smol.says(ids[0].tolist(), 40)]
+        assert generate(smol, cache, ids, max_new_tokens=24) == [smol.says(ids[0].tolist(), 24)]
 
 
 def test_what_it_cannot_do_is_refused(smol: Plain, client: Client) -> None:

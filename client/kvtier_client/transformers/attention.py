@@ -10,6 +10,7 @@ Two ways of reading and writing stand behind `Batch`: `gather` (any device that 
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -145,6 +146,25 @@ def mask(*, kv_length: int, **wanted: Any) -> torch.Tensor | None:
     """None over pages, which hold a sequence's own tokens only: what may be seen follows from where they stand."""
     found: torch.Tensor | None = sdpa_mask(kv_length=kv_length, **wanted) if kv_length else None
     return found
+
+
+_lent: weakref.WeakKeyDictionary[Any, list[str]] = weakref.WeakKeyDictionary()
+"""Of models that have this attention: what they had before, once for everybody who asked."""
+
+
+def lend(model: Any) -> None:
+    """Have the model run on pages until `take_back`, as often as it was lent."""
+    before = _lent.setdefault(model, [])
+    before.append(before[0] if before else model.config._attn_implementation)
+    model.set_attn_implementation(NAME)
+
+
+def take_back(model: Any) -> None:
+    """Its own attention again, when the last of those who asked for this one is done."""
+    own = _lent[model].pop()
+    if not _lent[model]:
+        del _lent[model]
+        model.set_attn_implementation(own)
 
 
 AttentionInterface.register(NAME, attention)

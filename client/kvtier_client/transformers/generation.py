@@ -68,7 +68,6 @@ class GenerationCache(attention.PagedCache):
         self._pads = pads
         self._chains = [Chain(self.space, row[pad:]) for row, pad in zip(input_ids.tolist(), pads, strict=True)]
         self._hooks: list[Any] = []
-        self._own_attention = ""
         self._own_memory = False
         for chain in self._chains:
             self._fetch(chain)
@@ -105,8 +104,7 @@ class GenerationCache(attention.PagedCache):
     # Before and after each forward pass
 
     def __enter__(self) -> Self:
-        self._own_attention = self.model.config._attn_implementation
-        self.model.set_attn_implementation(attention.NAME)
+        attention.lend(self.model)
         self._hooks = [
             self.model.register_forward_pre_hook(self._before, with_kwargs=True),
             self.model.register_forward_hook(self._after, with_kwargs=True),
@@ -118,7 +116,7 @@ class GenerationCache(attention.PagedCache):
     ) -> None:
         for hook in self._hooks:
             hook.remove()
-        self.model.set_attn_implementation(self._own_attention)
+        attention.take_back(self.model)
         self.close()
 
     def close(self) -> None:

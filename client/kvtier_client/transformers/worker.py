@@ -102,8 +102,7 @@ class Worker:
         self._cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         self._cache = PagedCache(self.description.layout)
         self._decoder: Any = self._make_decoder(cuda_graphs) if on_gpu else None
-        self._own_attention = model.config._attn_implementation
-        model.set_attn_implementation(attention.NAME)
+        attention.lend(model)
 
         self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._unopened: deque[tuple[Request, float]] = deque()
@@ -119,6 +118,7 @@ class Worker:
         self._lost = False
         self._wake = threading.Event()
         self._stop = threading.Event()
+        self._closed = False
         self._thread: threading.Thread | None = None
         self.counters = {"steps": 0, "tokens": 0, "prefilled": 0, "borrowed": 0, "preempted": 0, "restarted": 0}
 
@@ -154,7 +154,10 @@ class Worker:
         return self
 
     def close(self) -> None:
-        """End the loop; what is not finished fails. Gives all pages back, and the model its attention."""
+        """End the loop; what is not finished fails. Gives all pages back, and the model its attention. Once is enough."""
+        if self._closed:
+            return
+        self._closed = True
         self._stop.set()
         self._wake.set()
         if self._thread is not None:
@@ -165,7 +168,7 @@ class Worker:
             self._collect()
             self._idle(0.01)
         self._clerks.shutdown()
-        self.model.set_attn_implementation(self._own_attention)
+        attention.take_back(self.model)
 
     def step(self) -> bool:
         """One turn of the loop, for those who run it themselves. Whether there is anything left to do."""
