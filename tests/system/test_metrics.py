@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 
 from kvtier.errors import KvtierError, OutOfPages
 from kvtier_client import Client
+from kvtier_client.sglang.identity import Options
 from kvtier_daemon import metrics
 from tests.system.conftest import ROOT, Daemon, MakeDaemon, eventually
 from tests.system.pages import UNIT, chain, open_space, put, read, wrong
@@ -339,6 +340,7 @@ def test_documents_and_rules_name_what_there_is() -> None:
     suffixes = {"histogram": ("_bucket", "_count", "_sum"), "counter": ("",), "gauge": ("",)}
     there = {family.name + suffix for family in metrics.FAMILIES for suffix in suffixes[family.kind]}
     there |= {family.name for family in metrics.FAMILIES} | {"kvtier_client", "kvtier_daemon", "kvtier_kernels"}
+    there |= set(Options.__struct_encode_fields__)  # settings of SGLang's, whose names must begin so
     for file in [*(ROOT / "docs").glob("*.md"), *(ROOT / "deploy").rglob("*.yml"), ROOT / "README.md"]:
         named = set(re.findall(r"\bkvtier_[a-z_]+\b(?![/.:])", file.read_text()))
         assert named <= there, f"{file.name} names {named - there}"

@@ -87,7 +87,7 @@ def test_requests_that_make_no_sense(raw: zmq.Socket[bytes]) -> None:
     for number, (verb, body) in enumerate(bodies, 100):
         raw.send(wire.pack((wire.VERSION, number, verb, 0.1, body)))
         reply = wire.decode_reply(raw.recv())
-        assert (reply.id, reply.code) in ((number, "invalid"), (number, "stale_handle")), (verb, body, reply)
+        assert reply.id == number and reply.code in ("invalid", "stale_handle", "not_open"), (verb, body, reply)
 
 
 def test_random_messages_disturb_nobody(daemon: Daemon, raw: zmq.Socket[bytes]) -> None:
