@@ -97,6 +97,10 @@ def _unregister(address: int) -> None:
         raise CUDARuntimeError(713, "not registered")
 
 
+def _memcpy(target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
+    ctypes.memmove(target, source, nbytes)
+
+
 class _Driver:
     """In place of the driver's library. What it would write through a pointer is written into what `byref` was given."""
 
@@ -147,6 +151,8 @@ runtime = SimpleNamespace(
     hostUnregister=_unregister,
     deviceCanAccessPeer=lambda one, other: os.environ.get("KVTIER_EMULATED_PEERS", "1") == "1",
     deviceEnablePeerAccess=lambda other: None,
+    memcpyAsync=_memcpy,
+    memcpyDefault=4,
 )
 cuda = SimpleNamespace(runtime=runtime)
 sys.modules["kvtier.driver"].library = _Driver  # type: ignore[attr-defined]
