@@ -304,7 +304,8 @@ def test_a_daemon_that_hangs_costs_a_deadline_and_then_rests(
 
 def test_pages_that_do_not_fit_in_memory_come_back_right_from_the_disk(make: MakeDaemon, store: MakeStore) -> None:
     """Case 5: many more pages than host memory, several readers, each page's bytes follow from its key."""
-    daemon = make(host="1536KiB", ssd="16MiB", slab="64KiB").start()  # holds what four readers have at a time, and little more
+    # Memory holds what four readers have at a time, and little more.
+    daemon = make(host="1536KiB", ssd="16MiB", slab="64KiB").start()
     runs = [names(f"r{number}", 40) for number in range(25)]
     writer = store()
     writer.endpoint = daemon.endpoint
