@@ -104,7 +104,7 @@ def paged(model: Any, lengths: list[tuple[int, int]], kv: int, seconds: float, d
         number = {id(request): at for at, request in enumerate(asked)}
         started = said = time.perf_counter()
         while worker.step() and (now := time.perf_counter()) - started < seconds:
-            running = worker._running
+            running = worker.roster.running
             together.append(len(running))
             capacity = sum(sequence.capacity for sequence in running)
             if capacity:

@@ -122,7 +122,7 @@ def test_kvtierd_is_stopped_and_started_in_the_middle(smol: Plain, served: Daemo
     worker = make_worker(served)
     request = worker.submit(prompts(smol, 1, 100)[0], Sampling(max_tokens=24))
     steps(worker, 5)
-    while worker._running[0].unpublished() or worker._running[0].errand is not None:
+    while worker.roster.running[0].unpublished() or worker.roster.running[0].errand is not None:
         worker.step()
     served.stop()
     served.start()

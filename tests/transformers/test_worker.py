@@ -107,7 +107,7 @@ def test_cancelled_while_its_pages_are_on_their_way(smol: Plain, worker: Worker)
     said_by(worker, prompt)
     request = worker.submit(prompt, Sampling(max_tokens=COUNT))
     worker.step()
-    (sequence,) = worker._waiting
+    (sequence,) = worker.roster.waiting
     assert sequence.errand is not None
     assert sequence.errand.result().borrowed
     request.cancel()
@@ -134,13 +134,15 @@ def test_all_sequences_hear_at_once_that_kvtierd_is_lost(daemon: Daemon) -> None
     with closing(Worker(plain.model, daemon.client(), max_batch=4)) as worker:
         prompts = [[5 + at] * 60 for at in range(3)]
         requests = [worker.submit(tokens, Sampling(max_tokens=20)) for tokens in prompts]
-        while len(worker._running) < 3 or any(one.computed < 65 or one.errand is not None for one in worker._running):
+        while len(worker.roster.running) < 3 or any(
+            one.computed < 65 or one.errand is not None for one in worker.roster.running
+        ):
             assert worker.step()
-        for sequence in worker._running:
+        for sequence in worker.roster.running:
             sequence.errand = Future()
             sequence.errand.set_exception(DaemonLost("it is gone"))
-        worker._collect()
-        assert not worker._running and not worker._leaving and len(worker._waiting) == 3
+        worker.roster._collect()
+        assert not worker.roster.running and not worker.roster._leaving and len(worker.roster.waiting) == 3
         run(worker)
         for tokens, request in zip(prompts, requests, strict=True):
             assert said(request) == [plain.says(tokens, 20)]

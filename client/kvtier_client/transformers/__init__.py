@@ -8,7 +8,8 @@
         model.generate(**inputs, past_key_values=cache)
 
     requests, sampling   what a caller asks for and gets        worker     the loop: continuous batching
-    schedule, sequence   what runs next; a sample of a request  generation the cache for `generate`
+    roster, sequence     who runs and who waits; a sample       schedule   what runs next
+    generation           the cache for `generate`
     chain, paging        tokens and their pages; pages counted  errands    what is asked of kvtierd, in threads
     attention, batches   attention over pages, as Transformers calls it; gather in plain PyTorch, launch with kernels
     model                a model's layout and namespace

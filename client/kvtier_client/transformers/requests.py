@@ -92,6 +92,10 @@ class Request:
             if None not in self.finish:
                 self._put(None)
 
+    def end_all(self, how: str) -> None:
+        for sample in range(self.sampling.n):
+            self.end(sample, how)
+
     def fail(self, error: BaseException) -> None:
         """All samples end in an error."""
         self._put(error)

@@ -56,6 +56,11 @@ class Sequence(Chain):
         """Tokens that are there and not computed."""
         return len(self.tokens) - self.computed
 
+    @property
+    def samples(self) -> int:
+        """How many sequences it is going to be: the first pass over a prompt is one of all its samples."""
+        return self.request.sampling.n if len(self.tokens) == self.request.prompt_tokens else 1
+
     def goal(self, ahead: int) -> int:
         """Tokens it wants frames for. The last token of all is never computed, for nothing follows it."""
         return max(len(self.tokens), min(len(self.tokens) + ahead, self.limit - 1))

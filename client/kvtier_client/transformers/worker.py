@@ -5,10 +5,9 @@ One thread owns the loop. A step admits what waits, runs the model once over the
 kvtierd while there is something to compute.
 
 Memory is kvtierd's: the worker borrows what is cached, reserves ahead of need, publishes pages the moment they are whole.
-When frames run out the youngest sequence makes room: its whole pages stay in kvtierd, which may demote them, and it
-borrows them again later. When kvtierd is lost, all that runs is started again when it is back, or fails after `patience`.
 
-Not here: what a sequence holds (`sequence`), which tokens run next (`schedule`), how they are chosen (`sampling`).
+Not here: who runs and what is asked for them (`roster`), which tokens run next (`schedule`), how they are chosen
+(`sampling`), what a sequence holds (`chain`).
 """
 
 from __future__ import annotations
@@ -19,36 +18,27 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from collections.abc import Sequence as Run
-from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-from kvtier.errors import DaemonLost, Draining, InvalidRequest, KvtierError, OutOfPages
+from kvtier.errors import DaemonLost, Draining, InvalidRequest, KvtierError
 from kvtier_client.client import Client
 from kvtier_client.namespace import NamespaceClient
-from kvtier_client.transformers import attention, errands, sampling
+from kvtier_client.transformers import attention, sampling
 from kvtier_client.transformers.attention import PagedCache, Part
 from kvtier_client.transformers.batches import make_batch
-from kvtier_client.transformers.errands import Answer, Terms
+from kvtier_client.transformers.errands import Terms
 from kvtier_client.transformers.model import describe, open_namespace, weights_digest
-from kvtier_client.transformers.paging import Leftovers, Page
 from kvtier_client.transformers.requests import Request, RequestFailed, Token
+from kvtier_client.transformers.roster import PAUSE, Roster
 from kvtier_client.transformers.sampling import Row, Sampling
 from kvtier_client.transformers.schedule import plan
 from kvtier_client.transformers.sequence import Sequence, State
 
 _LOG = logging.getLogger(__name__)
-_AHEAD = 16
-"""Tokens that there are frames for beyond those that are known: several steps, so that the next frames are there in time."""
-_PAUSE = 0.05
-"""Seconds before an admission that found no frames, or no daemon, is tried again."""
-_TIGHT = 2.0
-"""Seconds that frames are taken to be short after they were."""
-_CLERKS = 4
 _SALTS = 256
 """Namespaces that are kept open besides the one without a salt."""
 
@@ -59,7 +49,8 @@ class Worker:
     `max_batch`: sequences that run at once. `step_tokens`: at most so many in a forward pass, decoding ones first.
     `max_length`: tokens of a sequence, what the model was made for by default. `tier`: where pages are borrowed and
     written ("cuda" for the memory of the client's GPU; "any" reads them where they lie). `patience`: seconds that a
-    request may wait for frames, or for a lost daemon. `cuda_graphs`: replay decode steps (on a GPU). `revision` and `name` as in `open_namespace`.
+    request may wait for frames, or for a lost daemon. `cuda_graphs`: replay decode steps (on a GPU). `revision` and `name`
+    as in `open_namespace`.
 
     The model's attention implementation is replaced until `close`. A context manager: starts, and closes.
     """
@@ -91,7 +82,6 @@ class Worker:
         self.max_length = max_length or self.description.longest or (1 << 31)
         self.patience = patience
         on_gpu = self.device.type == "cuda"
-        self._terms = Terms(tier or ("cuda" if on_gpu else "any"), borrow=10.0, reserve=0.25)
         self._naming: dict[str, Any] = {
             "name": name,
             "revision": revision or weights_digest(model),
@@ -106,21 +96,21 @@ class Worker:
 
         self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._unopened: deque[tuple[Request, float]] = deque()
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
-        self._leaving: list[tuple[Sequence, bool]] = []
-        self._asked: dict[int, list[Page]] = {}
-        self._partings: set[Future[None]] = set()
-        self._clerks = ThreadPoolExecutor(_CLERKS, thread_name_prefix="kvtier-clerk")
-        self._arrivals = 0
-        self._next_admission = 0.0
-        self._tight = 0.0
-        self._lost = False
         self._wake = threading.Event()
         self._stop = threading.Event()
         self._closed = False
         self._thread: threading.Thread | None = None
         self.counters = {"steps": 0, "tokens": 0, "prefilled": 0, "borrowed": 0, "preempted": 0, "restarted": 0}
+        self._next_opening = 0.0
+        self.roster = Roster(
+            most=max_batch,
+            terms=Terms(tier or ("cuda" if on_gpu else "any"), borrow=10.0, reserve=0.25),
+            patience=patience,
+            event=self._event,
+            forget=self._forget,
+            wake=self._wake,
+            counters=self.counters,
+        )
 
     # What a caller does
 
@@ -164,38 +154,26 @@ class Worker:
             self._thread.join()
             self._thread = None
         self._fail_all(RequestFailed("the worker was closed"))
-        while self._leaving or self._partings:
-            self._collect()
-            self._idle(0.01)
-        self._clerks.shutdown()
+        self.roster.close()
         attention.take_back(self.model)
 
     def step(self) -> bool:
         """One turn of the loop, for those who run it themselves. Whether there is anything left to do."""
         self._receive()
-        self._cancel()
-        work = plan(self._running, self.step_tokens)
+        self.roster.cancel()
+        work = plan(self.roster.running, self.step_tokens)
         if work:
             self._compute(work)
         else:
-            self._keep_house()
-        busy = bool(
-            self._running
-            or self._waiting
-            or self._leaving
-            or self._partings
-            or self._unopened
-            or not self._inbox.empty()
-        )
+            self.roster.keep_house()
+        busy = self.roster.busy or bool(self._unopened) or not self._inbox.empty()
         if busy and not work:
-            self._idle(_PAUSE / 5)
+            self._idle(PAUSE / 5)
         return busy
 
     def check(self) -> None:
         """Assert what holds between steps."""
-        for sequence in self._running:
-            sequence.check()
-        assert all(sequence.state is State.WAITING and not sequence.pages for sequence in self._waiting)
+        self.roster.check()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -236,7 +214,7 @@ class Worker:
     def _receive(self) -> None:
         while not self._inbox.empty():
             self._unopened.append((self._inbox.get_nowait(), time.monotonic()))
-        if not self._unopened or time.monotonic() < self._next_admission:
+        if not self._unopened or time.monotonic() < self._next_opening:
             return
         unopened, self._unopened = self._unopened, deque()
         for request, since in unopened:
@@ -248,21 +226,19 @@ class Worker:
             space = self._space(request.salt)
         except (DaemonLost, Draining) as error:
             if request.cancelled.is_set():
-                self._all_end(request, "cancelled")
+                request.end_all("cancelled")
             elif time.monotonic() - since > self.patience:
                 request.fail(RequestFailed(f"no pages within {self.patience:g} s: {error}"))
             else:
                 self._unopened.append((request, since))
-                self._next_admission = time.monotonic() + _PAUSE
+                self._next_opening = time.monotonic() + PAUSE
             return
         except KvtierError as error:
             request.fail(RequestFailed(f"its namespace could not be opened: {error}"))
             return
         limit = min(len(request.prompt) + request.sampling.max_tokens, self.max_length)
         sequence = Sequence(request, 0, space, list(request.prompt), limit, self.device)
-        self._arrivals += 1
-        sequence.age = (self._arrivals, 0)
-        self._waiting.append(sequence)
+        self.roster.add(sequence)
 
     def _space(self, salt: str) -> NamespaceClient:
         if salt not in self._spaces:
@@ -270,244 +246,6 @@ class Worker:
                 self._spaces.pop(next(other for other in self._spaces if other))
             self._spaces[salt] = open_namespace(self.client, self.model, salt=salt, **self._naming)
         return self._spaces[salt]
-
-    def _cancel(self) -> None:
-        for sequence in [*self._running, *self._waiting]:
-            if sequence.request.cancelled.is_set():
-                self._end(sequence, "cancelled")
-        for sequence, _ in self._leaving:
-            if sequence.request.cancelled.is_set():
-                self._finish(sequence, "cancelled")
-
-    def _admit(self) -> None:
-        """Send for the pages of what waits, oldest first, as far as there is room in the batch. While frames are short,
-        one at a time, and none while a running sequence lacks any: who came first goes on first."""
-        now = time.monotonic()
-        tight = now < self._tight
-        if now < self._next_admission or any(sequence.lacking for sequence in self._running):
-            return
-        asked = sum(self._samples(sequence) for sequence in self._waiting if sequence.errand is not None)
-        room = self.max_batch - len(self._running) - asked
-        for sequence in self._waiting:
-            if sequence.errand is not None:
-                if tight:
-                    return
-                continue
-            room -= self._samples(sequence)
-            if room < 0:
-                return
-            tokens, goal = list(sequence.tokens), sequence.goal(_AHEAD)
-            sequence.errand = self._send(errands.fetch, sequence.space, tokens, goal, self._terms, tight)
-
-    def _samples(self, sequence: Sequence) -> int:
-        """How many sequences it is going to be: the first pass over a prompt is one of all its samples."""
-        return sequence.request.sampling.n if len(sequence.tokens) == sequence.request.prompt_tokens else 1
-
-    def _collect(self) -> None:
-        """Apply the answers that have come. One may send other sequences away (a lost daemon, a failed request); theirs
-        are then applied as those of sequences that leave."""
-        for sequence in list(self._waiting):
-            if sequence in self._waiting and _done(sequence):
-                self._arrive(sequence)
-        for sequence in list(self._running):
-            if sequence in self._running and _done(sequence):
-                self._apply(sequence)
-        for item in [item for item in self._leaving if item[0].errand is None or _done(item[0])]:
-            self._leaving.remove(item)
-            if item[0].errand is not None:
-                self._apply(item[0], leaving=True)
-            self._part(item[0], requeue=item[1])
-        self._partings = {parting for parting in self._partings if not parting.done()}
-
-    def _arrive(self, sequence: Sequence) -> None:
-        """The first pages of a sequence have come, or not."""
-        answer = self._answer(sequence)
-        if answer is None:
-            return
-        if answer.starved is not None and not answer.reserved:
-            leftovers = Leftovers()
-            leftovers.drop(answer.borrowed)
-            self._give_back(leftovers)
-            self._run_short()
-            if not self._running:
-                self._expire(sequence, answer.starved)
-            return
-        self._waiting.remove(sequence)
-        sequence.begin(answer)
-        sequence.state = State.RUNNING
-        self._running.append(sequence)
-        self.counters["borrowed"] += sequence.computed
-        if len(sequence.tokens) == sequence.request.prompt_tokens:
-            sequence.request.cached_tokens = sequence.computed
-
-    def _apply(self, sequence: Sequence, *, leaving: bool = False) -> None:
-        """A running sequence's pages were published, or more were reserved."""
-        asked = self._asked.pop(id(sequence), [])
-        answer = self._answer(sequence)
-        if answer is None:
-            for page in asked:
-                page.asked = False
-            return
-        leftovers = Leftovers()
-        if asked:
-            sequence.settle(asked, answer, leftovers)
-        elif answer.borrowed:
-            sequence.begin(answer)  # it left before its first pages came
-        else:
-            sequence.extend(answer)
-            sequence.lacking = False
-            if sequence.source is not None and sequence.capacity >= sequence.computed + sequence.source.tokens:
-                sequence.adopt(leftovers)
-        self._give_back(leftovers)
-        if answer.starved is not None and not answer.reserved and not leaving:
-            self._make_room(sequence, answer.starved)
-
-    def _answer(self, sequence: Sequence) -> Answer | None:
-        """What an errand brought; None when it failed, which is dealt with here."""
-        errand, sequence.errand = sequence.errand, None
-        assert errand is not None
-        try:
-            answer: Answer = errand.result()
-        except (DaemonLost, Draining) as error:
-            self._lose(error)
-        except KvtierError as error:
-            self._fail(sequence, RequestFailed(f"kvtierd refused it pages: {error}"))
-        else:
-            self._lost = False
-            return answer
-        return None
-
-    def _send_errands(self) -> None:
-        for sequence in self._running:
-            if sequence.errand is not None:
-                continue
-            pages = sequence.unpublished()
-            if pages:
-                for page in pages:
-                    page.asked = True
-                self._asked[id(sequence)] = pages
-                tokens = sequence.tokens[: sequence.computed]
-                sequence.errand = self._send(errands.publish, sequence.space, tokens, pages, self._terms, self._event())
-            elif sequence.short_of(_AHEAD) and time.monotonic() >= self._next_admission:
-                first, goal = len(sequence.pages), sequence.goal(_AHEAD)
-                sequence.errand = self._send(errands.reserve, sequence.space, first, goal, self._terms)
-
-    # When things do not go on
-
-    def _run_short(self) -> None:
-        now = time.monotonic()
-        self._next_admission = now + _PAUSE
-        self._tight = now + _TIGHT
-
-    def _make_room(self, sequence: Sequence, error: OutOfPages) -> None:
-        """No frames for a running sequence. If it cannot go on without, the youngest makes room, itself or another; if it
-        is alone, itself: what it holds may be what keeps memory from being carved anew."""
-        self._run_short()
-        if sequence.capacity > sequence.computed:
-            return
-        sequence.lacking = True
-        self._expire(sequence, error)
-        if sequence.state is State.RUNNING:
-            self.counters["preempted"] += 1
-            self._leave(max(self._running, key=lambda other: other.age), requeue=True)
-
-    def _expire(self, sequence: Sequence, error: KvtierError) -> None:
-        """Note that it waits for kvtierd; fail it when it has waited too long."""
-        now = time.monotonic()
-        if sequence.starved_since is None:
-            sequence.starved_since = now
-        if now - sequence.starved_since > self.patience:
-            self._fail(sequence, RequestFailed(f"no pages within {self.patience:g} s: {error}"))
-
-    def _lose(self, error: KvtierError) -> None:
-        """kvtierd is gone or going: what its pages held is to be had again when it is back, or to be computed."""
-        now = time.monotonic()
-        if not self._lost:
-            _LOG.warning("kvtierd is lost (%s): %d requests start again when it is back", error, len(self._running))
-        self._lost = True
-        self._next_admission = now + _PAUSE
-        for sequence in list(self._running):
-            self.counters["restarted"] += 1
-            self._leave(sequence, requeue=True)
-        for sequence in list(self._waiting):
-            self._expire(sequence, error)
-
-    def _leave(self, sequence: Sequence, *, requeue: bool) -> None:
-        """Out of the batch; what it holds is given back when its errand is done."""
-        if sequence in self._running:
-            self._running.remove(sequence)
-        elif sequence in self._waiting:
-            self._waiting.remove(sequence)
-        sequence.state = State.WAITING if requeue else State.ENDED
-        sequence.lacking = False
-        if self._decoder is not None:
-            self._decoder.forget(sequence)
-        if sequence.errand is not None:
-            self._leaving.append((sequence, requeue))
-        else:
-            self._part(sequence, requeue=requeue)
-
-    def _part(self, sequence: Sequence, *, requeue: bool) -> None:
-        """Give back what it holds, published as far as it is whole."""
-        whole = sequence.unpublished()
-        leftovers = Leftovers()
-        for page in whole:
-            page.refs += 1
-        tokens = sequence.tokens[: sequence.computed]
-        sequence.clear(leftovers)
-        leftovers.drop(whole)
-        whole = [page for page in whole if page.refs == 0]
-        if whole or leftovers:
-            self._partings.add(self._send(errands.part, sequence.space, tokens, whole, leftovers, self._event()))
-        if requeue and sequence.state is State.WAITING:
-            self._waiting.appendleft(sequence)
-
-    def _end(self, sequence: Sequence, how: str) -> None:
-        self._finish(sequence, how)
-        self._leave(sequence, requeue=False)
-
-    def _finish(self, sequence: Sequence, how: str) -> None:
-        """Tell the caller; of a prompt that had not been forked yet, for all its samples."""
-        sequence.state = State.ENDED
-        request = sequence.request
-        if self._samples(sequence) > 1:
-            self._all_end(request, how)
-        else:
-            request.end(sequence.sample, how)
-
-    def _all_end(self, request: Request, how: str) -> None:
-        for sample in range(request.sampling.n):
-            request.end(sample, how)
-
-    def _fail(self, sequence: Sequence, error: KvtierError) -> None:
-        sequence.request.fail(error)
-        for other in [*self._running, *self._waiting]:
-            if other.request is sequence.request:
-                self._leave(other, requeue=False)
-        for other, _ in self._leaving:
-            if other.request is sequence.request:
-                other.state = State.ENDED
-        if sequence.state is not State.ENDED:
-            self._leave(sequence, requeue=False)
-
-    def _fail_all(self, error: KvtierError) -> None:
-        while not self._inbox.empty():
-            self._inbox.get_nowait().fail(error)
-        while self._unopened:
-            self._unopened.popleft()[0].fail(error)
-        for sequence in [*self._running, *self._waiting]:
-            if sequence.state is not State.ENDED:
-                self._fail(sequence, error)
-        for sequence, _ in self._leaving:
-            if sequence.state is not State.ENDED:
-                sequence.request.fail(error)
-                sequence.state = State.ENDED
-
-    def _keep_house(self) -> None:
-        """What is done beside a forward pass: send for pages, and take in what has come."""
-        self._send_errands()
-        self._collect()
-        self._admit()
 
     # Computing
 
@@ -517,11 +255,11 @@ class Worker:
             logits = self._forward(work)
             for sequence, count in work:
                 sequence.advance(count)
-            self._keep_house()  # while the device computes
+            self.roster.keep_house()  # while the device computes
             self._advance(complete, logits)
         except torch.OutOfMemoryError as error:
             for sequence, _ in work:
-                self._fail(sequence, RequestFailed(f"no memory for a forward pass: {error}; lower step_tokens"))
+                self.roster.fail(sequence, RequestFailed(f"no memory for a forward pass: {error}; lower step_tokens"))
         self.counters["steps"] += 1
         self.counters["prefilled"] += sum(count for _, count in work if count > 1)
 
@@ -564,9 +302,9 @@ class Worker:
             if sequence.state is not State.RUNNING:  # it made room, or its caller went, while the device computed
                 continue
             sample_of = [sequence]
-            for sample in range(1, self._samples(sequence)):
+            for sample in range(1, sequence.samples):
                 child = sequence.fork(sample, self.device)
-                self._running.append(child)
+                self.roster.running.append(child)
                 sample_of.append(child)
             everyone += sample_of
             index += [at] * len(sample_of)
@@ -581,20 +319,20 @@ class Worker:
             wanted = request.sampling
             stops = wanted.stop_tokens if wanted.ignore_eos else wanted.stop_tokens | self.description.stops
             if choice.token in stops:
-                self._end(sequence, "stop")
+                self.roster.end(sequence, "stop")
             elif len(sequence.tokens) >= sequence.limit:
-                self._end(sequence, "length")
+                self.roster.end(sequence, "length")
 
-    # Errands
+    def _fail_all(self, error: KvtierError) -> None:
+        while not self._inbox.empty():
+            self._inbox.get_nowait().fail(error)
+        while self._unopened:
+            self._unopened.popleft()[0].fail(error)
+        self.roster.fail_all(error)
 
-    def _send(self, errand: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        future = self._clerks.submit(errand, *arguments)
-        future.add_done_callback(lambda _: self._wake.set())
-        return future
-
-    def _give_back(self, leftovers: Leftovers) -> None:
-        if leftovers:
-            self._partings.add(self._send(leftovers.give_back, self._event()))
+    def _forget(self, sequence: Sequence) -> None:
+        if self._decoder is not None:
+            self._decoder.forget(sequence)
 
     def _event(self) -> Any:
         """Of the stream that the model runs on, as far as it has been given work; None on the CPU, which is done."""
@@ -604,7 +342,3 @@ class Worker:
         """Wait until an errand is done or a request comes, at most so long."""
         self._wake.wait(seconds)
         self._wake.clear()
-
-
-def _done(sequence: Sequence) -> bool:
-    return sequence.errand is not None and sequence.errand.done()

@@ -1,0 +1,333 @@
+"""Who runs, who waits, and who is leaving: sequences and what is asked of kvtierd for them.
+
+The roster belongs to the worker's loop. It sends errands and applies their answers in later turns, so no turn waits for
+kvtierd. When frames run out the youngest sequence makes room: its whole pages stay in kvtierd, and it borrows them again.
+When kvtierd is lost, all that runs waits until it is back, at most `patience`, and starts again from what is there then.
+
+Not here: computing (`worker`), what an errand does (`errands`), what a sequence holds (`chain`).
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from kvtier.errors import DaemonLost, Draining, KvtierError, OutOfPages
+from kvtier_client.transformers import errands
+from kvtier_client.transformers.errands import Answer, Terms
+from kvtier_client.transformers.paging import Leftovers, Page
+from kvtier_client.transformers.requests import RequestFailed
+from kvtier_client.transformers.sequence import Sequence, State
+
+_LOG = logging.getLogger(__name__)
+_AHEAD = 16
+"""Tokens that there are frames for beyond those that are known: several steps, so that the next frames are there in time."""
+PAUSE = 0.05
+"""Seconds before what found no frames, or no daemon, is tried again."""
+_TIGHT = 2.0
+"""Seconds that frames are taken to be short after they were."""
+_CLERKS = 4
+
+
+class Roster:
+    """`most`: sequences that run at once. `event()`: of what the device has been given so far. `forget(sequence)` is called
+    when one leaves the batch. `wake` is set when an errand is done. `counters` are the worker's."""
+
+    def __init__(
+        self,
+        *,
+        most: int,
+        terms: Terms,
+        patience: float,
+        event: Callable[[], Any],
+        forget: Callable[[Sequence], None],
+        wake: threading.Event,
+        counters: dict[str, int],
+    ) -> None:
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.counters = counters
+        self._most = most
+        self._terms = terms
+        self._patience = patience
+        self._event = event
+        self._forget = forget
+        self._wake = wake
+        self._leaving: list[tuple[Sequence, bool]] = []
+        self._asked: dict[int, list[Page]] = {}
+        self._partings: set[Future[None]] = set()
+        self._clerks = ThreadPoolExecutor(_CLERKS, thread_name_prefix="kvtier-clerk")
+        self._arrivals = 0
+        self._next_admission = 0.0
+        self._tight = 0.0
+        self._lost = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything runs, waits, or is still to be given back."""
+        return bool(self.running or self.waiting or self._leaving or self._partings)
+
+    def add(self, sequence: Sequence) -> None:
+        """The newest of those that wait."""
+        self._arrivals += 1
+        sequence.age = (self._arrivals, 0)
+        self.waiting.append(sequence)
+
+    def close(self) -> None:
+        """Wait until all is given back; nobody may be running or waiting."""
+        while self._leaving or self._partings:
+            self._collect()
+            self._wake.wait(0.01)
+            self._wake.clear()
+        self._clerks.shutdown()
+
+    def check(self) -> None:
+        for sequence in self.running:
+            sequence.check()
+        assert all(sequence.state is State.WAITING and not sequence.pages for sequence in self.waiting)
+        assert self.waiting == sorted(self.waiting, key=_age)
+
+    def cancel(self) -> None:
+        for sequence in [*self.running, *self.waiting]:
+            if sequence.request.cancelled.is_set():
+                self.end(sequence, "cancelled")
+        for sequence, _ in self._leaving:
+            if sequence.request.cancelled.is_set():
+                self._finish(sequence, "cancelled")
+
+    def _admit(self) -> None:
+        """Send for the pages of what waits, oldest first, as far as there is room in the batch. While frames are short,
+        one at a time, and none while a running sequence lacks any: who came first goes on first."""
+        now = time.monotonic()
+        tight = now < self._tight
+        if now < self._next_admission or any(sequence.lacking for sequence in self.running):
+            return
+        asked = sum(sequence.samples for sequence in self.waiting if sequence.errand is not None)
+        room = self._most - len(self.running) - asked
+        for sequence in self.waiting:
+            if sequence.errand is not None:
+                if tight:
+                    return
+                continue
+            room -= sequence.samples
+            if room < 0:
+                return
+            tokens, goal = list(sequence.tokens), sequence.goal(_AHEAD)
+            sequence.errand = self._send(errands.fetch, sequence.space, tokens, goal, self._terms, tight)
+
+    def _collect(self) -> None:
+        """Apply the answers that have come. One may send other sequences away (a lost daemon, a failed request); theirs
+        are then applied as those of sequences that leave."""
+        for sequence in list(self.waiting):
+            if sequence in self.waiting and _done(sequence):
+                self._arrive(sequence)
+        for sequence in list(self.running):
+            if sequence in self.running and _done(sequence):
+                self._apply(sequence)
+        for item in [item for item in self._leaving if item[0].errand is None or _done(item[0])]:
+            self._leaving.remove(item)
+            if item[0].errand is not None:
+                self._apply(item[0], leaving=True)
+            self._part(item[0], requeue=item[1])
+        self._partings = {parting for parting in self._partings if not parting.done()}
+
+    def _arrive(self, sequence: Sequence) -> None:
+        """The first pages of a sequence have come, or not."""
+        answer = self._answer(sequence)
+        if answer is None:
+            return
+        if answer.starved is not None and not answer.reserved:
+            leftovers = Leftovers()
+            leftovers.drop(answer.borrowed)
+            self._give_back(leftovers)
+            self._run_short()
+            if not self.running:
+                self._expire(sequence, answer.starved)
+            return
+        self.waiting.remove(sequence)
+        sequence.begin(answer)
+        sequence.state = State.RUNNING
+        self.running.append(sequence)
+        self.counters["borrowed"] += sequence.computed
+        if len(sequence.tokens) == sequence.request.prompt_tokens:
+            sequence.request.cached_tokens = sequence.computed
+
+    def _apply(self, sequence: Sequence, *, leaving: bool = False) -> None:
+        """A running sequence's pages were published, or more were reserved."""
+        asked = self._asked.pop(id(sequence), [])
+        answer = self._answer(sequence)
+        if answer is None:
+            for page in asked:
+                page.asked = False
+            return
+        leftovers = Leftovers()
+        if asked:
+            sequence.settle(asked, answer, leftovers)
+        elif answer.borrowed:
+            sequence.begin(answer)  # it left before its first pages came
+        else:
+            sequence.extend(answer)
+            sequence.lacking = False
+            if sequence.source is not None and sequence.capacity >= sequence.computed + sequence.source.tokens:
+                sequence.adopt(leftovers)
+        self._give_back(leftovers)
+        if answer.starved is not None and not answer.reserved and not leaving:
+            self._make_room(sequence, answer.starved)
+
+    def _answer(self, sequence: Sequence) -> Answer | None:
+        """What an errand brought; None when it failed, which is dealt with here."""
+        errand, sequence.errand = sequence.errand, None
+        assert errand is not None
+        try:
+            answer: Answer = errand.result()
+        except (DaemonLost, Draining) as error:
+            self._lose(error)
+        except KvtierError as error:
+            self.fail(sequence, RequestFailed(f"kvtierd refused it pages: {error}"))
+        else:
+            self._lost = False
+            return answer
+        return None
+
+    def _send_errands(self) -> None:
+        for sequence in self.running:
+            if sequence.errand is not None:
+                continue
+            pages = sequence.unpublished()
+            if pages:
+                for page in pages:
+                    page.asked = True
+                self._asked[id(sequence)] = pages
+                tokens = sequence.tokens[: sequence.computed]
+                sequence.errand = self._send(errands.publish, sequence.space, tokens, pages, self._terms, self._event())
+            elif sequence.short_of(_AHEAD) and time.monotonic() >= self._next_admission:
+                first, goal = len(sequence.pages), sequence.goal(_AHEAD)
+                sequence.errand = self._send(errands.reserve, sequence.space, first, goal, self._terms)
+
+    def keep_house(self) -> None:
+        """What is done beside a forward pass: send for pages, and take in what has come."""
+        self._send_errands()
+        self._collect()
+        self._admit()
+
+    def _run_short(self) -> None:
+        now = time.monotonic()
+        self._next_admission = now + PAUSE
+        self._tight = now + _TIGHT
+
+    def _make_room(self, sequence: Sequence, error: OutOfPages) -> None:
+        """No frames for a running sequence. If it cannot go on without, the youngest makes room, itself or another; if it
+        is alone, itself: what it holds may be what keeps memory from being carved anew."""
+        self._run_short()
+        if sequence.capacity > sequence.computed:
+            return
+        sequence.lacking = True
+        self._expire(sequence, error)
+        if sequence.state is State.RUNNING:
+            self.counters["preempted"] += 1
+            self._leave(max(self.running, key=_age), requeue=True)
+
+    def _expire(self, sequence: Sequence, error: KvtierError) -> None:
+        """Note that it waits for kvtierd; fail it when it has waited too long."""
+        now = time.monotonic()
+        if sequence.starved_since is None:
+            sequence.starved_since = now
+        if now - sequence.starved_since > self._patience:
+            self.fail(sequence, RequestFailed(f"no pages within {self._patience:g} s: {error}"))
+
+    def _lose(self, error: KvtierError) -> None:
+        """kvtierd is gone or going: what its pages held is to be had again when it is back, or to be computed."""
+        now = time.monotonic()
+        if not self._lost:
+            _LOG.warning("kvtierd is lost (%s): %d requests start again when it is back", error, len(self.running))
+        self._lost = True
+        self._next_admission = now + PAUSE
+        for sequence in list(self.running):
+            self.counters["restarted"] += 1
+            self._leave(sequence, requeue=True)
+        for sequence in list(self.waiting):
+            self._expire(sequence, error)
+
+    def _leave(self, sequence: Sequence, *, requeue: bool) -> None:
+        """Out of the batch; what it holds is given back when its errand is done."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        sequence.state = State.WAITING if requeue else State.ENDED
+        sequence.lacking = False
+        self._forget(sequence)
+        if sequence.errand is not None:
+            self._leaving.append((sequence, requeue))
+        else:
+            self._part(sequence, requeue=requeue)
+
+    def _part(self, sequence: Sequence, *, requeue: bool) -> None:
+        """Give back what it holds, published as far as it is whole."""
+        whole = sequence.unpublished()
+        leftovers = Leftovers()
+        for page in whole:
+            page.refs += 1
+        tokens = sequence.tokens[: sequence.computed]
+        sequence.clear(leftovers)
+        leftovers.drop(whole)
+        whole = [page for page in whole if page.refs == 0]
+        if whole or leftovers:
+            self._partings.add(self._send(errands.part, sequence.space, tokens, whole, leftovers, self._event()))
+        if requeue and sequence.state is State.WAITING:
+            bisect.insort(self.waiting, sequence, key=_age)
+
+    def end(self, sequence: Sequence, how: str) -> None:
+        self._finish(sequence, how)
+        self._leave(sequence, requeue=False)
+
+    def _finish(self, sequence: Sequence, how: str) -> None:
+        """Tell the caller; of a prompt that had not been forked yet, for all its samples."""
+        sequence.state = State.ENDED
+        request = sequence.request
+        if sequence.samples > 1:
+            request.end_all(how)
+        else:
+            request.end(sequence.sample, how)
+
+    def fail(self, sequence: Sequence, error: KvtierError) -> None:
+        sequence.request.fail(error)
+        for other in [*self.running, *self.waiting]:
+            if other.request is sequence.request:
+                self._leave(other, requeue=False)
+        for other, _ in self._leaving:
+            if other.request is sequence.request:
+                other.state = State.ENDED
+        if sequence.state is not State.ENDED:
+            self._leave(sequence, requeue=False)
+
+    def fail_all(self, error: KvtierError) -> None:
+        for sequence in [*self.running, *self.waiting]:
+            if sequence.state is not State.ENDED:
+                self.fail(sequence, error)
+        for sequence, _ in self._leaving:
+            if sequence.state is not State.ENDED:
+                sequence.request.fail(error)
+                sequence.state = State.ENDED
+
+    def _send(self, errand: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        future = self._clerks.submit(errand, *arguments)
+        future.add_done_callback(lambda _: self._wake.set())
+        return future
+
+    def _give_back(self, leftovers: Leftovers) -> None:
+        if leftovers:
+            self._partings.add(self._send(leftovers.give_back, self._event()))
+
+
+def _age(sequence: Sequence) -> tuple[int, int]:
+    return sequence.age
+
+
+def _done(sequence: Sequence) -> bool:
+    return sequence.errand is not None and sequence.errand.done()
