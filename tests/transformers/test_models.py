@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from kvtier.errors import LayoutError
+from kvtier.errors import InvalidRequest, LayoutError
 from kvtier_client.transformers import GenerationCache, Sampling, Worker, open_namespace
 from kvtier_client.transformers.model import config_digest, describe, weights_digest
 from tests.system.conftest import Daemon
@@ -101,6 +102,14 @@ def test_models_that_cannot_run_on_pages_are_refused_with_the_reason() -> None:
     for reason, model in cases.items():
         with pytest.raises(LayoutError, match=reason):
             describe(model)
+
+
+def test_a_model_on_a_gpu_needs_a_client_on_it(daemon: Daemon) -> None:
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda:1"))
+    client = daemon.client()
+    for make in (lambda: Worker(on_gpu, client), lambda: GenerationCache(on_gpu, client, torch.zeros(1, 3))):
+        with pytest.raises(InvalidRequest, match=r"Client\(device='cuda:1'\)"):
+            make()
 
 
 def test_weights_and_settings_are_what_pages_are_known_by(daemon: Daemon) -> None:

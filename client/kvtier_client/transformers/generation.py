@@ -29,7 +29,7 @@ from kvtier_client.transformers.attention import Part
 from kvtier_client.transformers.batches import make_batch
 from kvtier_client.transformers.chain import Chain
 from kvtier_client.transformers.errands import Answer, Terms, pages_for
-from kvtier_client.transformers.model import describe, open_namespace
+from kvtier_client.transformers.model import check_device, describe, open_namespace
 from kvtier_client.transformers.paging import Leftovers, in_own_memory
 
 _LOG = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class GenerationCache(attention.PagedCache):
         tier: str | None = None,
         **naming: Any,
     ) -> None:
+        check_device(model, client)
         self.model = model
         self.space = space or open_namespace(client, model, **naming)
         super().__init__(describe(model, unit_tokens=self.space.spec.layout.unit_tokens).layout)

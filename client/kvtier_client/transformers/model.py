@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kvtier.errors import LayoutError
+from kvtier.errors import InvalidRequest, LayoutError
 from kvtier.layout import AttentionLayout, DType
 from kvtier_client.client import Client
 from kvtier_client.namespace import NamespaceClient
@@ -79,6 +79,13 @@ def describe(model: Any, *, unit_tokens: int = 16) -> Description:
     return Description(
         layout, heads, config.vocab_size, getattr(config, "max_position_embeddings", None), _stops(model)
     )
+
+
+def check_device(model: Any, client: Client) -> None:
+    """Raises InvalidRequest where kernels of the model's GPU could not read what the client is lent."""
+    where = model.device
+    if where.type == "cuda" and (client.gpu is None or client.gpu.ordinal != (where.index or 0)):
+        raise InvalidRequest(f"the model is on {where}, the client is not: make it with Client(device='{where}')")
 
 
 def open_namespace(

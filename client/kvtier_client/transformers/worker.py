@@ -31,7 +31,7 @@ from kvtier_client.transformers import attention, sampling
 from kvtier_client.transformers.attention import PagedCache, Part
 from kvtier_client.transformers.batches import make_batch
 from kvtier_client.transformers.errands import Terms
-from kvtier_client.transformers.model import describe, open_namespace, weights_digest
+from kvtier_client.transformers.model import check_device, describe, open_namespace, weights_digest
 from kvtier_client.transformers.requests import Request, RequestFailed, Token
 from kvtier_client.transformers.roster import PAUSE, Roster
 from kvtier_client.transformers.sampling import Row, Sampling
@@ -71,8 +71,7 @@ class Worker:
         cap_tokens: int = 256,
         cuda_graphs: bool = True,
     ) -> None:
-        if model.device.type == "cuda" and (client.gpu is None or client.gpu.ordinal != (model.device.index or 0)):
-            raise InvalidRequest(f"the model is on {model.device}, the client is not: Client(device='{model.device}')")
+        check_device(model, client)
         self.model = model
         self.client = client
         self.description = describe(model, unit_tokens=unit_tokens)
