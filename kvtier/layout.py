@@ -32,7 +32,36 @@ _HEAD_SCALE_BYTES = 4  # float32, one a head: too few to count
 _GROUP_SCALE_BYTES = 2  # bfloat16, one a channel or token: float32 would be a third of an int4 unit of 16 tokens
 
 
-class AttentionLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="attention"):
+class _Unit(msgspec.Struct, frozen=True):
+    """What follows alike from every layout's `unit_bytes` and `unit_tokens`."""
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of a unit that mean something."""
+        raise NotImplementedError
+
+    @property
+    def unit_tokens(self) -> int:
+        """Tokens that a unit holds."""
+        raise NotImplementedError
+
+    @property
+    def unit_stride(self) -> int:
+        """Bytes from one unit of a page to the next: `unit_bytes` padded to 4 KiB."""
+        return -(-self.unit_bytes // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes of memory a token takes, padding included."""
+        return self.unit_stride / self.unit_tokens
+
+    def fingerprint(self) -> bytes:
+        """16 bytes, equal exactly where the bytes of a unit mean the same."""
+        packed = msgspec.msgpack.encode((FORMAT, self))
+        return hashlib.blake2b(packed, digest_size=16, person=b"kvtier-layout").digest()
+
+
+class AttentionLayout(_Unit, frozen=True, forbid_unknown_fields=True, tag="attention"):
     """KV of multi-head, grouped-query or multi-query attention.
 
     A unit is `[layer, 2 (K, V), kv_head, unit_tokens, head_dim]` of `dtype`. The quantised types are followed by their
@@ -85,16 +114,6 @@ class AttentionLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
         """Bytes of a unit that mean something."""
         return self.payload_bytes + self.scales_bytes
 
-    @property
-    def unit_stride(self) -> int:
-        """Bytes from one unit of a page to the next: `unit_bytes` padded to 4 KiB."""
-        return _padded(self.unit_bytes)
-
-    @property
-    def token_bytes(self) -> float:
-        """Bytes of HBM a token takes, padding included."""
-        return self.unit_stride / self.unit_tokens
-
     def offset(self, layer: int, kv: int, head: int, token: int) -> int:
         """Byte at which the row of (layer, K=0 or V=1, kv head, token of the unit) starts."""
         row = ((layer * 2 + kv) * self.kv_heads + head) * self.unit_tokens + token
@@ -117,12 +136,8 @@ class AttentionLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, t
         corners = [tuple(last[i] if i == axis else 0 for i in range(4)) for axis in range(4)]
         return sorted({self.offset(*corner) for corner in (*corners, last)})
 
-    def fingerprint(self) -> bytes:
-        """16 bytes, equal exactly where the bytes of a unit mean the same."""
-        return _digest(self)
 
-
-class LatentLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="latent"):
+class LatentLayout(_Unit, frozen=True, forbid_unknown_fields=True, tag="latent"):
     """KV of multi-head latent attention (DeepSeek-V2 and V3): one latent row and one rope row a token, no heads.
 
     A unit is `[layer, unit_tokens, latent + rope]` of `dtype`, the rope part after the latent part of the same token.
@@ -162,16 +177,6 @@ class LatentLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
         """Bytes of a unit that mean something."""
         return self.payload_bytes
 
-    @property
-    def unit_stride(self) -> int:
-        """Bytes from one unit of a page to the next: `unit_bytes` padded to 4 KiB."""
-        return _padded(self.unit_bytes)
-
-    @property
-    def token_bytes(self) -> float:
-        """Bytes of HBM a token takes, padding included."""
-        return self.unit_stride / self.unit_tokens
-
     def offset(self, layer: int, token: int) -> int:
         """Byte at which the row of (layer, token of the unit) starts."""
         return (layer * self.unit_tokens + token) * self.row_bytes
@@ -181,12 +186,8 @@ class LatentLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
         last = (self.layers - 1, self.unit_tokens - 1)
         return sorted({self.offset(last[0], 0), self.offset(0, last[1]), self.offset(*last), 0})
 
-    def fingerprint(self) -> bytes:
-        """16 bytes, equal exactly where the bytes of a unit mean the same."""
-        return _digest(self)
 
-
-class EngineLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="engine"):
+class EngineLayout(_Unit, frozen=True, forbid_unknown_fields=True, tag="engine"):
     """KV as an engine arranges its own blocks: bytes that kvtier keeps and only that engine reads.
 
     A unit is one block of `unit_tokens` tokens, `unit_bytes` of it. `arrangement` says what those bytes are (engine,
@@ -224,23 +225,9 @@ class EngineLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
     def payload_bytes(self) -> int:
         return self.unit_bytes
 
-    @property
-    def unit_stride(self) -> int:
-        """Bytes from one unit of a page to the next: `unit_bytes` padded to 4 KiB."""
-        return _padded(self.unit_bytes)
-
-    @property
-    def token_bytes(self) -> float:
-        """Bytes of memory a token takes, padding included."""
-        return self.unit_stride / self.unit_tokens
-
     def probes(self) -> list[int]:
         """Offsets of the unit's first and last bytes."""
         return sorted({0, self.unit_bytes - _PROBE_BYTES})
-
-    def fingerprint(self) -> bytes:
-        """16 bytes, equal exactly where the bytes of a unit mean the same."""
-        return _digest(self)
 
 
 Layout = AttentionLayout | LatentLayout | EngineLayout
@@ -249,14 +236,6 @@ Layout = AttentionLayout | LatentLayout | EngineLayout
 def probe_value(nonce: bytes, number: int) -> bytes:
     """What is to stand at probe `number` of a layout."""
     return hashlib.blake2b(nonce + bytes([number]), digest_size=_PROBE_BYTES).digest()
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _digest(layout: Layout) -> bytes:
-    return hashlib.blake2b(msgspec.msgpack.encode((FORMAT, layout)), digest_size=16, person=b"kvtier-layout").digest()
 
 
 def _check(layout: AttentionLayout | LatentLayout, **positive: int) -> None:
