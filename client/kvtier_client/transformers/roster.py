@@ -129,10 +129,9 @@ class Roster:
         for sequence in list(self.running):
             if sequence in self.running and _done(sequence):
                 self._apply(sequence)
-        for item in [item for item in self._leaving if item[0].errand is None or _done(item[0])]:
+        for item in [item for item in self._leaving if _done(item[0])]:
             self._leaving.remove(item)
-            if item[0].errand is not None:
-                self._apply(item[0], leaving=True)
+            self._apply(item[0], leaving=True)
             self._part(item[0], requeue=item[1])
         self._partings = {parting for parting in self._partings if not parting.done()}
 
