@@ -32,10 +32,11 @@ from typing import Any
 import torch
 from core import say
 from transformers import StaticCache
-from worker_models import DEVICE, LLAMA_8B, ON_GPU, SMALL, attach, cache_argument, kvtierd, random_llama, token_bytes
+from worker_models import DEVICE, LLAMA_8B, ON_GPU, SMALL, attach, kvtierd, random_llama, token_bytes
 
 from kvtier.sizes import format_size, parse_size
 from kvtier_client.transformers import Request, RequestFailed, Sampling, Worker
+from kvtier_client.transformers.model import cache_argument
 
 LENGTHS = Path(__file__).parent / "data" / "azure_conversation_1000.csv"
 ARTICLE = {

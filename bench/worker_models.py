@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,11 +53,6 @@ def random_llama(shape: dict[str, Any], **changes: Any) -> Any:
     finally:
         torch.set_default_dtype(before)
     return model.eval()
-
-
-def cache_argument(model: Any) -> str:
-    """What this version of Transformers calls the cache."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def token_bytes(config: Any) -> int:

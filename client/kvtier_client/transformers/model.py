@@ -11,6 +11,7 @@ than K and V a token (latents, states, layers that share), or that does not go t
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -118,6 +119,11 @@ def config_digest(config: Any) -> str:
     """Of what a configuration says about the arithmetic of the model."""
     said = {name: value for name, value in config.to_dict().items() if name not in _NOT_ABOUT_KV and name[:1] != "_"}
     return hashlib.blake2b(json.dumps(said, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+
+def cache_argument(model: Any) -> str:
+    """What this version of Transformers calls the cache that a model is given."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def weights_digest(model: Any) -> str:

@@ -12,7 +12,6 @@ Not here: who runs and what is asked for them (`roster`), which tokens run next 
 
 from __future__ import annotations
 
-import inspect
 import logging
 import queue
 import threading
@@ -31,7 +30,7 @@ from kvtier_client.transformers import attention, sampling
 from kvtier_client.transformers.attention import PagedCache, Part
 from kvtier_client.transformers.batches import make_batch
 from kvtier_client.transformers.errands import Terms
-from kvtier_client.transformers.model import check_device, describe, open_namespace, weights_digest
+from kvtier_client.transformers.model import cache_argument, check_device, describe, open_namespace, weights_digest
 from kvtier_client.transformers.requests import Request, RequestFailed, Token
 from kvtier_client.transformers.roster import PAUSE, Roster
 from kvtier_client.transformers.sampling import Row, Sampling
@@ -88,7 +87,7 @@ class Worker:
             "cap_tokens": cap_tokens,
         }
         self._spaces: dict[str, NamespaceClient] = {"": open_namespace(client, model, **self._naming)}
-        self._cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        self._cache_argument = cache_argument(model)
         self._cache = PagedCache(self.description.layout)
         self._decoder: Any = self._make_decoder(cuda_graphs) if on_gpu else None
         attention.lend(model)
