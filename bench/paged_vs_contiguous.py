@@ -231,7 +231,8 @@ class Rows:
     def _rewind(self, tokens: int) -> None:
         for layer in self.cache.layers:
             if layer.is_initialized:
-                layer.cumulative_length.fill_(tokens)
+                with torch.inference_mode():
+                    layer.cumulative_length.fill_(tokens)
 
 
 def contiguous(model: Any, lengths: list[tuple[int, int]], kv: int, seconds: float, most: int) -> Measured:

@@ -35,8 +35,10 @@ def test_what_one_saves_another_loads_into_other_blocks(side: MakeSide, shapes: 
             tensor.zero_()
     source, target = list(range(48)), list(range(10, 58))
     groups = range(len(shapes))
-    one.step(saves=[Save("a", "", tuple(run(1, 0, source, group) for group in groups))])
-    one.saved(48 * len(shapes))
+    saves = tuple(run(1, 0, source, group) for group in groups)
+    assert max(map(len, saves[0].blocks)) == 2, "pages of several blocks are meant to be among them"
+    one.step(saves=[Save("a", "", saves)])
+    one.saved(sum(len(pages.hashes) for pages in saves))
     other.step(loads=[Load("b", "", tuple(run(1, 0, target, group) for group in groups))])
     assert other.results("b") == (set(), set())
     for mine, theirs in zip(one.tensors, other.tensors, strict=True):

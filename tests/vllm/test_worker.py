@@ -14,6 +14,7 @@ import torch
 
 from kvtier.keys import Namespace
 from kvtier.layout import EngineLayout
+from kvtier.schedule import Schedule
 from kvtier_client.vllm import blocks as copies
 from kvtier_client.vllm.blocks import block_map
 from kvtier_client.vllm.link import Link
@@ -103,10 +104,14 @@ def daemon(make: MakeDaemon) -> Daemon:
 
 
 def run(seed: int, first: int, blocks: Sequence[int], group: int = 0) -> Pages:
-    """Pages of one block each from number `first` on, of the sequence `seed`."""
-    digests = [bytes([seed]) + n.to_bytes(31) for n in range(first + len(blocks))]
-    before = digests[first - 1] if first else b""
-    return Pages(group, first, before, tuple(digests[first:]), tuple((block,) for block in blocks))
+    """Pages from number `first` on, of the sequence `seed`, over `blocks`: one block each, later ones more."""
+    schedule, rest, pages = Schedule(), list(blocks), []
+    while rest:
+        size = 1 << schedule.order(first + len(pages))
+        pages.append(tuple(rest[:size]))
+        del rest[:size]
+    digests = [bytes([seed]) + n.to_bytes(31) for n in range(first + len(pages))]
+    return Pages(group, first, digests[first - 1] if first else b"", tuple(digests[first:]), tuple(pages))
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
