@@ -87,8 +87,8 @@ def migration(directory: Path, limit: dict[str, float]) -> list[Row]:
         layers = kib * 1024 // units // (2 * 16 * 128 * 2)
         layout = AttentionLayout(layers=layers, kv_heads=1, head_dim=128, dtype="bfloat16")
         size = layout.unit_stride * units
-        pages = max(32, min(4096, 4 * GIB // size))
-        with daemon(directory, "tiers.host.write_queue=1", host="1GiB", first=hbm("24GiB")) as running:
+        pages = max(32, min(8192, 16 * GIB // size))
+        with daemon(directory, "tiers.host.write_queue=1", host="1GiB", first=hbm("48GiB")) as running:
             first, second = (Client(running.endpoint, device=gpu) for gpu in (0, 1))
             spaces = [client.namespace(layout, model="m", cap_tokens=tokens) for client in (first, second)]
             chain = spaces[0].schedule

@@ -109,15 +109,17 @@ class Counters:
     def evicted(self, reason: str, pages: int = 1) -> None:
         self.evictions[reason] = self.evictions.get(reason, 0) + pages
 
-    def moved(self, path: tuple[int, int, str], nbytes: int, seconds: float, error: Exception | None) -> None:
+    def moved(
+        self, path: tuple[int, int, str], pages: int, nbytes: int, seconds: float, error: Exception | None
+    ) -> None:
         """`path` is (from tier, to tier, why)."""
         moves = self.moves.get(path)
         if moves is None:
             moves = self.moves[path] = Moves()
         if error is not None:
-            moves.failed += 1
+            moves.failed += pages
         else:
-            moves.pages += 1
+            moves.pages += pages
             moves.bytes += nbytes
             moves.seconds += seconds
 

@@ -1,8 +1,8 @@
 """The cuda medium: slabs of a GPU's memory, lent to workers by CUDA IPC, and the thread that copies to and from them.
 
 One thread a GPU makes all of that GPU's driver calls, in that GPU's own context. Copies are asynchronous, on a stream a
-direction, so that promotion and demotion run at once; frames that lie side by side at both ends go as one. Their events
-are asked, never waited for, while more is to be started; a frame is reported only when its event has passed.
+direction, so that promotion and demotion run at once. Their events are asked, never waited for, while more is to be
+started; a copy is reported only when its event has passed.
 The calls themselves are in `kvtier_daemon.streams`.
 """
 
@@ -28,13 +28,11 @@ from kvtier_daemon.streams import MOST, Stream
 
 log = logging.getLogger(__name__)
 
-_WINDOW = 256 << 20
-"""Bytes under way in one direction: enough to keep the link busy, little enough for a borrow not to wait long."""
+_WINDOWS = {"up": 256 << 20, "down": 256 << 20, "peer": 1 << 30}
+"""Bytes under way by direction: enough to keep the link busy for some milliseconds, in which this thread may have to wait
+for the interpreter; little enough for a borrow not to wait longer than that."""
 _MARKED = 4 << 20
 """Bytes after which an event is due: often enough for those who wait, seldom enough for pages of a few KiB."""
-_LONGEST = 32 << 20
-"""Bytes that one copy moves at most: a copy costs the link 3 us, and what waits for its end waits for all of it."""
-_DIRECTIONS = ("up", "down", "peer")
 _POLL = 20e-6
 """Seconds between two looks at the events while nothing else is to be done."""
 _LOST = frozenset({46, 214, 700, 702, 709, 710, 719, 999})
@@ -107,19 +105,19 @@ class StreamLane(Lane):
         self.media = media
         self.streams: dict[str, Stream] = {}
         self.under_way: dict[str, deque[tuple[Any, list[Copy], float, int]]] = {
-            direction: deque() for direction in _DIRECTIONS
+            direction: deque() for direction in _WINDOWS
         }
         """By direction: (event, the copies that it ends, when they were started, their bytes), oldest first."""
-        self.bytes = dict.fromkeys(_DIRECTIONS, 0)
-        self.copies = dict.fromkeys(_DIRECTIONS, 0)
-        self._waiting: dict[str, list[tuple[int, int, Copy]]] = {direction: [] for direction in _DIRECTIONS}
+        self.bytes = dict.fromkeys(_WINDOWS, 0)
+        self.copies = dict.fromkeys(_WINDOWS, 0)
+        self._waiting: dict[str, list[tuple[int, int, Copy]]] = {direction: [] for direction in _WINDOWS}
         super().__init__(medium.name, 1, lambda jobs: None)
 
     def _loop(self) -> None:
         lost: Exception | None = None
         try:
             device.use(self.medium.gpu.ordinal)
-            self.streams = {direction: Stream() for direction in _DIRECTIONS}
+            self.streams = {direction: Stream() for direction in _WINDOWS}
         except Exception as error:  # noqa: BLE001 (every job that comes is told)
             lost = MediumLost(f"tier {self.medium.name}: the GPU {self.medium.gpu.uuid} cannot be used ({error})")
             log.error("%s; the other tiers serve on", lost)
@@ -164,22 +162,22 @@ class StreamLane(Lane):
             self._queue.clear()
             copies: dict[str, list[Copy]] = {}
             for direction, queue in self._waiting.items():
-                room, places = _WINDOW - self.bytes[direction], MOST - self.copies[direction]
+                room, places = _WINDOWS[direction] - self.bytes[direction], MOST - self.copies[direction]
                 taken: list[Copy] = []
                 while queue and room > 0 and len(taken) < places:
                     job = heapq.heappop(queue)[2]
                     if not job.taken:  # a hurried one stands in the queue twice
                         job.taken = True
-                        room -= job.target.nbytes
+                        room -= job.nbytes
                         taken.append(job)
                 if taken:
                     copies[direction] = taken
             return slabs, copies
 
     def _direction(self, job: Copy) -> str:
-        if not job.target.tier.device:
+        if not job.tier.device:
             return "down"
-        return "peer" if job.source.tier.device else "up"
+        return "peer" if job.origin.device else "up"
 
     def _change(self, jobs: list[Job]) -> None:
         """Make and unmake slabs, on the spot."""
@@ -201,18 +199,16 @@ class StreamLane(Lane):
         started = time.monotonic()
         group: list[Copy] = []
         unmarked = 0
-        for run in adjacent(jobs, _LONGEST):
-            first = run[0]
-            source = self.media[first.source.tier.index].address(first.source)
-            target = self.media[first.target.tier.index].address(first.target)
-            nbytes = len(run) * first.target.nbytes
+        for job in jobs:
+            source = self.media[job.origin.index].address(job.sources[0])
+            target = self.media[job.tier.index].address(job.targets[0])
             try:
-                stream.copy(target, source, nbytes)
+                stream.copy(target, source, job.nbytes)
             except Exception as error:  # noqa: BLE001
-                self._fail(run, error, started)
+                self._fail([job], error, started)
                 continue
-            group += run
-            unmarked += nbytes
+            group.append(job)
+            unmarked += job.nbytes
             if unmarked >= _MARKED:
                 self._mark(direction, group, unmarked, started)
                 group, unmarked = [], 0
@@ -270,27 +266,3 @@ class StreamLane(Lane):
                 f"tier {self.medium.name}: the GPU {self.medium.gpu.uuid} is lost ({error}); restart kvtierd"
             )
         return error
-
-
-def adjacent(jobs: list[Copy], most: int) -> list[list[Copy]]:
-    """`jobs`, in their order, in runs of up to `most` bytes that lie side by side at both ends: one copy moves a run."""
-    runs: list[list[Copy]] = []
-    run: list[Copy] = []
-    source = target = None
-    for job in jobs:
-        after, into = job.source, job.target
-        if (
-            source is not None
-            and target is not None
-            and after.index == source.index + 1
-            and into.index == target.index + 1
-            and after.slab is source.slab
-            and into.slab is target.slab
-            and (len(run) + 1) * into.nbytes <= most
-        ):
-            run.append(job)
-        else:
-            run = [job]
-            runs.append(run)
-        source, target = after, into
-    return runs

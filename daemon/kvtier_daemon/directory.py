@@ -87,8 +87,11 @@ class Page:
         index = frame.tier.index
         frame.page = self
         self.frames[index] = frame
-        if self.children is not None:
-            frame.kids = sum(kid.frames[index] is not None for kid in self.kids())
+        children = self.children
+        if isinstance(children, Page):
+            frame.kids = 0 if children.frames[index] is None else 1
+        elif children is not None:
+            frame.kids = sum(kid.frames[index] is not None for kid in children)
         if self.parent is not None and not self.gone:
             above = self.parent.frames[index]
             if above is not None:

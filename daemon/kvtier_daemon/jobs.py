@@ -36,17 +36,48 @@ class Job:
         self.taken = False
 
 
+LONGEST = 32 << 20
+"""Bytes of a run at most: whoever waits for a page of it waits for all of it."""
+
+
 class Copy(Job):
-    """Bytes of `page` from frame `source` to frame `target`, of different tiers; in the `background` if nobody waits."""
+    """Bytes of each of `pages` from its frame in `sources` to that in `targets`, from the tier `origin` to `tier`; in the
+    `background` if nobody waits.
 
-    __slots__ = ("background", "page", "source", "target")
+    Several pages are a run: their frames lie side by side, in one slab at either end, so that one call copies them all.
+    What a page's move costs beside its bytes is paid once for a run.
+    """
 
-    def __init__(self, page: Page, source: Frame, target: Frame, priority: Priority) -> None:
+    __slots__ = ("background", "nbytes", "origin", "pages", "sources", "targets", "tier")
+
+    def __init__(
+        self, page: Page, source: Frame, target: Frame, priority: Priority, *, background: bool = False
+    ) -> None:
         super().__init__(priority)
-        self.page = page
-        self.source = source
-        self.target = target
-        self.background = False
+        self.background = background
+        self.pages = [page]
+        self.sources = [source]
+        self.targets = [target]
+        self.origin = source.tier
+        self.tier = target.tier
+        self.nbytes = page.nbytes
+
+    def add(self, page: Page, source: Frame, target: Frame) -> bool:
+        """Take one more page, if it follows those that there are at both ends."""
+        before, behind = self.sources[-1], self.targets[-1]
+        if (
+            source.slab is not before.slab
+            or source.index != before.index + 1
+            or target.slab is not behind.slab
+            or target.index != behind.index + 1
+            or self.nbytes + page.nbytes > LONGEST
+        ):
+            return False
+        self.pages.append(page)
+        self.sources.append(source)
+        self.targets.append(target)
+        self.nbytes += page.nbytes
+        return True
 
 
 class Grow(Job):

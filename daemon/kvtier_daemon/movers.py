@@ -66,7 +66,7 @@ class Movers:
     def _lane(self, job: Job) -> Lane:
         match job:
             case Copy():
-                here, there = job.source.tier.index, job.target.tier.index
+                here, there = job.origin.index, job.tier.index
                 return self.lanes[here if self.media[here].rank > self.media[there].rank else there]
             case Grow():
                 return self.lanes[job.owner.tier.index]
@@ -106,8 +106,10 @@ class Movers:
             started = time.monotonic()
             try:
                 match job:
-                    case Copy(source=source, target=target):
-                        copy(source, self.media[source.tier.index], target, self.media[target.tier.index])
+                    case Copy():
+                        origin, medium = self.media[job.origin.index], self.media[job.tier.index]
+                        for source, target in zip(job.sources, job.targets, strict=True):
+                            copy(source, origin, target, medium)
                     case Grow():
                         job.backing = self.media[job.owner.tier.index].grow(job.slab_id, job.nbytes)
                     case Shrink():

@@ -29,7 +29,7 @@ def place(store: Store, page: Page, wanted: Tier | None, readable: frozenset[int
     if wanted is None:
         usable = [tier for tier in store.tiers if tier.index in readable]
         return next((tier for tier in usable if page.frames[tier.index] is not None), usable[-1])
-    if page.frames[wanted.index] is not None:
+    if not readable or page.frames[wanted.index] is not None:
         return wanted
     there = _on_peer(page, wanted, readable)
     if there is None:

@@ -6,7 +6,7 @@ frame is in exactly one `State`, and a class counts its frames by state, so that
 
     free + reserved + filling + ready + draining + quarantined = all frames
 
-holds by construction. State changes go through `Frame.become`, `SlabClass.take` and `SlabClass.give` alone.
+holds by construction. State changes go through `Frame.become` and `SlabClass.take`, `filled` and `give` alone.
 Not here: who may have a slab and which frame leaves next to another class (`kvtier_daemon.tiers`).
 """
 
@@ -210,9 +210,20 @@ class SlabClass:
         frame.slab.busy += 1
         frame.touched = 0
         frame.generation += 1
-        frame.become(state)
+        self.counts[State.FREE] -= 1
+        self.counts[state] += 1
+        frame.state = state
         self.taken += 1
         return frame
+
+    def filled(self, frames: list[Frame]) -> None:
+        """`frames` of this class, FILLING until now, are READY."""
+        for frame in frames:
+            frame.state = State.READY
+            if frame.pins:
+                self.leased += 1
+        self.counts[State.FILLING] -= len(frames)
+        self.counts[State.READY] += len(frames)
 
     def give(self, frame: Frame) -> None:
         """Make `frame`, which holds nothing any more, free."""

@@ -33,7 +33,7 @@ STALLED = 2.0
 GPU_WINDOW = 256 << 20
 """Bytes of write-through from a GPU that are under way at once: its link is not kept waiting for this thread."""
 AT_ONCE = 64
-"""Jobs handed to the movers together."""
+"""Jobs, or pages of their runs, handed to the movers together."""
 _REASONS = tuple(priority.name.lower() for priority in Priority)
 EVICTION_REASONS = ("demoted", "evicted", "unsaved", "vacated", "moved", "asked", "lost", "last")
 
@@ -70,6 +70,10 @@ class Store:
         self.room = Room(self)
         self.jobs = 0
         self._outbox: list[Job] = []
+        self._posted = 0
+        """Jobs and pages in the outbox."""
+        self._run: Copy | None = None
+        """The run in the outbox that may still grow."""
         self.copying: dict[Frame, Copy] = {}
         self.onward: dict[Frame, list[tuple[Frame, Priority]]] = {}
         """FILLING frames from which a page goes on, as soon as it is there, to others taken for it already."""
@@ -181,9 +185,9 @@ class Store:
                 job.priority = priority
                 self._hand_over(job)
             return frame
-        if page.gone or page.ready() is None:
-            return None
         source = page.in_reach(tier)
+        if page.gone or (source is None and page.ready() is None):
+            return None
         held = source or self.fetch(page, self._between(page, tier), priority)
         if held is None:
             return None
@@ -272,8 +276,7 @@ class Store:
         if self.runnable:
             self.run()
         if self._outbox:
-            self.submit(self._outbox)
-            self._outbox = []
+            self._send()
 
     def beat(self) -> None:
         """Now and then (about 20 times a second while anything waits): measure demand, let waiters look again."""
@@ -321,7 +324,7 @@ class Store:
                 self.give(target)
                 continue
             tier.writing += 1
-            self._copy(page, source, target, Priority.WRITE).background = True
+            self._copy(page, source, target, Priority.WRITE, background=True)
 
     def save(self, page: Page, tier: Tier, *, first: bool = False) -> None:
         """Queue a copy of `page` to `tier`, whatever admission and queue say; `first` before all others."""
@@ -340,9 +343,16 @@ class Store:
     def _hand_over(self, job: Job) -> None:
         """Movers get jobs many at a time: each hand-over wakes threads, which then want this one's interpreter lock."""
         self._outbox.append(job)
-        if len(self._outbox) >= AT_ONCE:
-            self.submit(self._outbox)
-            self._outbox = []
+        self._more()
+
+    def _more(self) -> None:
+        self._posted += 1
+        if self._posted >= AT_ONCE:
+            self._send()
+
+    def _send(self) -> None:
+        outbox, self._outbox, self._posted, self._run = self._outbox, [], 0, None
+        self.submit(outbox)
 
     def check(self) -> None:
         """Assert every invariant of directory, tiers and slabs."""
@@ -388,48 +398,63 @@ class Store:
         assert source is not None
         return next(step for step in self.tiers if step.reaches(tier) and step.reaches(source.tier))
 
-    def _copy(self, page: Page, source: Frame, target: Frame, priority: Priority) -> Copy:
+    def _copy(self, page: Page, source: Frame, target: Frame, priority: Priority, *, background: bool = False) -> None:
         page.enter(target)
-        return self._start(page, source, target, priority)
+        self._start(page, source, target, priority, background=background)
 
-    def _start(self, page: Page, source: Frame, target: Frame, priority: Priority) -> Copy:
+    def _start(self, page: Page, source: Frame, target: Frame, priority: Priority, *, background: bool = False) -> None:
         source.copies += 1
-        job = self.copying[target] = Copy(page, source, target, priority)
+        run = self._run
+        alike = run is not None and run.priority is priority and run.background is background
+        if run is not None and alike and run.add(page, source, target):
+            self.copying[target] = run
+            self._more()
+            return
+        job = self.copying[target] = Copy(page, source, target, priority, background=background)
         self.post(job)
-        return job
+        if (
+            self._outbox and not source.tier.persistent and not target.tier.persistent
+        ):  # a disk has threads for each page
+            self._run = job
 
     def _finish_copy(self, job: Copy) -> None:
-        page, source, target = job.page, job.source, job.target
-        del self.copying[target]
+        tier = job.tier
         if job.background:
-            target.tier.writing -= 1
-        target.tier.progressed = self.clock()
-        path = (source.tier.index, target.tier.index, _REASONS[job.priority])
-        self.counters.moved(path, page.nbytes, job.seconds, job.error)
-        if job.error is None and target.tier.persistent and not page.gone:
-            self.post(Record(page, source, target))  # the source stays held until the copy is recorded
-            return
-        source.copies -= 1
-        if job.error is None and not target.tier.persistent:
-            self._arrived(target)
-        else:
-            self._discard(target)
-            if isinstance(job.error, MediumLost):
-                self._lose(source.tier if source.tier.index < target.tier.index else target.tier)
-            elif isinstance(job.error, SourceLost):
-                self.counters.lost += 1
-                self.counters.checksum_failures += isinstance(job.error, WrongBytes)
-                if source.page is page and source.state is State.READY and not source.pins and not source.copies:
-                    self.drop(source)
-                elif not page.gone:
-                    self.forget(page, "lost")
-            elif source.slab.leaving and not page.gone:
-                self.forget(page, "vacated")
-        self._released(page, source)
+            tier.writing -= len(job.pages)
+        tier.progressed = self.clock()
+        path = (job.origin.index, tier.index, _REASONS[job.priority])
+        self.counters.moved(path, len(job.pages), job.nbytes, job.seconds, job.error)
+        for target in job.targets:
+            del self.copying[target]
+        if job.error is None and not tier.persistent:
+            self._arrived(job.targets)
+        for page, source, target in zip(job.pages, job.sources, job.targets, strict=True):
+            if job.error is None and tier.persistent and not page.gone:
+                self.post(Record(page, source, target))  # the source stays held until the copy is recorded
+                continue
+            source.copies -= 1
+            if job.error is not None or tier.persistent:
+                self._failed(job.error, page, source, target)
+            self._released(page, source)
+
+    def _failed(self, error: Exception | None, page: Page, source: Frame, target: Frame) -> None:
+        """A copy to `target` came to nothing; without an error, because the page is gone."""
+        self._discard(target)
+        if isinstance(error, MediumLost):
+            self._lose(source.tier if source.tier.index < target.tier.index else target.tier)
+        elif isinstance(error, SourceLost):
+            self.counters.lost += 1
+            self.counters.checksum_failures += isinstance(error, WrongBytes)
+            if source.page is page and source.state is State.READY and not source.pins and not source.copies:
+                self.drop(source)
+            elif not page.gone:
+                self.forget(page, "lost")
+        elif source.slab.leaving and not page.gone:
+            self.forget(page, "vacated")
 
     def _released(self, page: Page, source: Frame) -> None:
         """A copy of `page` reads `source` no more."""
-        if source.page is page and source.state is State.READY:
+        if not source.pins and source.page is page and source.state is State.READY:
             self.settle(source)
         owner = source.slab.owner
         if owner.waiters:
@@ -440,30 +465,39 @@ class Store:
     def _finish_record(self, job: Record) -> None:
         job.source.copies -= 1
         if job.error is None:
-            self._arrived(job.target)
+            self._arrived([job.target])
         else:
             self._discard(job.target)
             if job.source.slab.leaving and not job.page.gone:
                 self.forget(job.page, "vacated")
         self._released(job.page, job.source)
 
-    def _arrived(self, frame: Frame) -> None:
-        """A copy is complete (and, in a persistent tier, recorded)."""
-        page = frame.page
-        assert page is not None
-        frame.become(State.READY)
-        for other in page.frames:
-            if other is not None and other.touched > frame.touched:
-                frame.touched = other.touched
-        frame.slab.touched = max(frame.slab.touched, frame.touched)
-        for target, priority in self.onward.pop(frame, ()) if self.onward else ():
+    def _arrived(self, run: list[Frame]) -> None:
+        """A copy to these frames of one slab is complete (and, in a persistent tier, recorded)."""
+        slab = run[0].slab
+        slab.owner.filled(run)
+        below = slab.owner.tier.below
+        for frame in run:
+            page = frame.page
+            assert page is not None
+            for other in page.frames:
+                if other is not None and other.touched > frame.touched:
+                    frame.touched = other.touched
+            slab.touched = max(slab.touched, frame.touched)
+            if self.onward:
+                self._go_on(page, frame)
+            if not frame.pins:
+                self.settle(frame)
+            if below is not None and not page.gone and page.frames[below.index] is None:
+                self._write_through(page)
+
+    def _go_on(self, page: Page, frame: Frame) -> None:
+        """Copy `page`, which has come to `frame`, to where else it is wanted."""
+        for target, priority in self.onward.pop(frame, ()):
             if page.gone:
                 self._discard(target)
             else:
                 self._start(page, frame, target, priority)
-        self.settle(frame)
-        if not page.gone:
-            self._write_through(page)
 
     def _lose(self, tier: Tier) -> None:
         """Nothing can be read from `tier` any more: its replicas are gone, but for those that someone holds."""
@@ -502,11 +536,12 @@ class Store:
 
     def _write_through(self, page: Page) -> None:
         """Queue copies of `page` to the tier below each that holds it, as admission and the queue's bound allow."""
-        for frame in page.frames:
+        frames = page.frames
+        for frame in frames:
             if frame is None or frame.state is not State.READY:
                 continue
             below = frame.tier.below
-            if below is None or below.closed or page.frames[below.index] is not None or page in below.unsaved:
+            if below is None or frames[below.index] is not None or below.closed or page in below.unsaved:
                 continue
             if below.config.admission == "second-use" and page.uses < 2:
                 continue

@@ -90,8 +90,12 @@ class Tier:
 
     def fits(self, tenant: Tenant, frame_bytes: int) -> bool:
         """Whether the tier could ever hold such a frame for that tenant."""
-        most = min(self.capacity, tenant.limit.get(self.index, self.capacity))
-        return frame_bytes <= most - self.promised_to_others(tenant, held=False)
+        most = self.capacity
+        if tenant.limit:
+            most = min(most, tenant.limit.get(self.index, most))
+        if len(self.tenants) > 1:
+            most -= self.promised_to_others(tenant, held=False)
+        return frame_bytes <= most
 
     def may_grow(self, owner: SlabClass, now: float) -> int:
         """Bytes of the slab that `owner` may have now; 0 if none."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 
 from kvtier.wire import Borrowed, unpack_handles
-from kvtier_daemon.cuda import adjacent
-from kvtier_daemon.jobs import Copy, Priority
+from kvtier_daemon.jobs import Copy
 from kvtier_daemon.sessions import Session
 from tests.daemon.world import UNIT, World
 
@@ -133,29 +132,48 @@ def test_on_a_full_gpu_it_rises_when_it_is_borrowed_again() -> None:
     world.store.check()
 
 
-def test_frames_side_by_side_at_both_ends_go_as_one_copy() -> None:
+def test_pages_side_by_side_at_both_ends_go_as_one_copy() -> None:
+    world = World(16, 16, 16)
+    session = world.session()
+    space = world.namespace(session)
+    keys = world.keys(space, 6)
+    operation, _ = world.reserve(session, space, keys, tier=1)
+    world.settle()
+    world.commit(session, operation)
+    world.settle()
+    _, answers = world.borrow(session, keys, tier=0)
+    while not any(isinstance(job, Copy) for job in world.jobs):
+        world.do(world.ready_jobs()[0])
+    copies = [job for job in world.jobs if isinstance(job, Copy) and job.tier is world.tiers[0]]
+    assert max(len(copy.pages) for copy in copies) > 1
+    for copy in copies:
+        assert copy.nbytes == UNIT * len(copy.pages)
+        for frames in (copy.sources, copy.targets):
+            for before, after in itertools.pairwise(frames):
+                assert after.slab is before.slab and after.offset == before.offset + UNIT
+    world.settle()
+    assert isinstance(answers[0], Borrowed)
+    pages = session.tenant.run(keys)
+    assert [world.read(frame) for page in pages if (frame := page.frames[0])] == keys
+
+
+def test_a_run_that_fails_leaves_its_pages_where_they_were() -> None:
     world = World(16, 16, 16)
     session = world.session()
     space = world.namespace(session)
     keys = world.keys(space, 4)
-    operation, _ = world.reserve(session, space, keys)
+    operation, _ = world.reserve(session, space, keys, tier=1)
     world.settle()
-    pages = world.commit(session, operation)
-
+    world.commit(session, operation)
     world.settle()
-    source = [page.frames[0] for page in pages]
-    target = [page.frames[1] for page in pages]
-    copies = [
-        Copy(page, first, second, Priority.WRITE)
-        for page, first, second in zip(pages, source, target, strict=True)
-        if first is not None and second is not None
-    ]
-    runs = adjacent(copies, 1 << 30)
-    assert sum(map(len, runs)) == 4
-    assert max(map(len, runs)) > 1, "pages of one chain lie side by side"
-    for run in runs:
-        for before, after in itertools.pairwise(run):
-            for end in ("source", "target"):
-                one, other = getattr(before, end), getattr(after, end)
-                assert other.slab is one.slab and other.offset == one.offset + UNIT
-    assert [len(run) for run in adjacent(copies[::-1], 1 << 30)] == [1] * 4
+    _, answers = world.borrow(session, keys, tier=0)
+    while world.jobs:
+        job = world.ready_jobs()[0]
+        world.do(job, OSError(5, "injected") if isinstance(job, Copy) and job.tier is world.tiers[0] else None)
+    answer = answers[0]
+    assert isinstance(answer, Borrowed) and not answer.handles
+    assert session.tenant.count(keys) == 4
+    world.store.check()
+    _, answers = world.borrow(session, keys, tier=0)
+    world.settle()
+    assert isinstance(answers[0], Borrowed) and len(answers[0].origins) == 4

@@ -213,7 +213,7 @@ class StoreMachine(RuleBasedStateMachine):
         error: Exception | None = None
         if failing == 0 and isinstance(job, (Copy, Record, Grow)):
             error = OSError(5, "injected")
-        if failing == 1 and isinstance(job, Copy) and job.source.tier.persistent:
+        if failing == 1 and isinstance(job, Copy) and job.origin.persistent:
             error = SourceLost("injected")
         self.world.do(job, error)
 

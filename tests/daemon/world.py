@@ -137,7 +137,8 @@ class World:
         if error is None:
             match job:
                 case Copy():
-                    self.write(job.target, self.read(job.source))
+                    for source, target in zip(job.sources, job.targets, strict=True):
+                        self.write(target, self.read(source))
                 case Record():
                     self.index[job.page.key] = (job.target.slab.id, job.target.index)
                 case Erase():

@@ -105,7 +105,8 @@ def daemon(make: MakeDaemon) -> Daemon:
 
 def run(seed: int, first: int, blocks: Sequence[int], group: int = 0) -> Pages:
     """Pages from number `first` on, of the sequence `seed`, over `blocks`: one block each, later ones more."""
-    schedule, rest, pages = Schedule(), list(blocks), []
+    schedule, rest = Schedule(), list(blocks)
+    pages: list[tuple[int, ...]] = []
     while rest:
         size = 1 << schedule.order(first + len(pages))
         pages.append(tuple(rest[:size]))
