@@ -191,6 +191,8 @@ class Daemon:
 
     def _timeout(self, beat: float) -> int:
         """Milliseconds that the poller may sleep."""
+        if self.store.postponed:
+            return 0
         if self.server.unread:
             return 2
         waiting = (

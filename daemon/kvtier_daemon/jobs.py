@@ -37,7 +37,9 @@ class Job:
 
 
 LONGEST = 32 << 20
-"""Bytes of a run at most: whoever waits for a page of it waits for all of it."""
+LONGEST_PEER = 256 << 20
+"""Bytes of a run at most, the second between GPUs: some half a millisecond of either link. Whoever waits for a page of a run
+waits for all of it; each costs its link some 3 us, 13 between GPUs."""
 
 
 class Copy(Job):
@@ -48,7 +50,7 @@ class Copy(Job):
     What a page's move costs beside its bytes is paid once for a run.
     """
 
-    __slots__ = ("background", "nbytes", "origin", "pages", "sources", "targets", "tier")
+    __slots__ = ("background", "longest", "nbytes", "origin", "pages", "sources", "targets", "tier")
 
     def __init__(
         self, page: Page, source: Frame, target: Frame, priority: Priority, *, background: bool = False
@@ -61,6 +63,7 @@ class Copy(Job):
         self.origin = source.tier
         self.tier = target.tier
         self.nbytes = page.nbytes
+        self.longest = LONGEST_PEER if self.origin.device and self.tier.device else LONGEST
 
     def add(self, page: Page, source: Frame, target: Frame) -> bool:
         """Take one more page, if it follows those that there are at both ends."""
@@ -70,7 +73,7 @@ class Copy(Job):
             or source.index != before.index + 1
             or target.slab is not behind.slab
             or target.index != behind.index + 1
-            or self.nbytes + page.nbytes > LONGEST
+            or self.nbytes + page.nbytes > self.longest
         ):
             return False
         self.pages.append(page)

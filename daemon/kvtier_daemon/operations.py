@@ -22,6 +22,9 @@ from kvtier_daemon.tiers import Tier
 
 Answer = Callable[[Body | KvtierError], None]
 
+_TURN = 512
+"""Pages that one operation starts copies of before others have their turn: a millisecond or two."""
+
 
 class Operation:
     """Base: answers once."""
@@ -86,6 +89,7 @@ class Borrowing(Operation):
         self.held: list[tuple[Frame, int, int]] = []
         """(frame, its generation, index of the tier that the page was found in)."""
         self.arrived = 0
+        self.touched = False
         self.starved: SlabClass | None = None
         self.first = pages[0] if pages else None
         self.asked = len(pages)
@@ -94,7 +98,11 @@ class Borrowing(Operation):
     def advance(self) -> None:
         self.starved = None
         store = self.store
+        turn = len(self.held) + _TURN
         while len(self.held) < len(self.pages):
+            if len(self.held) == turn:
+                store.postponed.append(self)
+                return
             page = self.pages[len(self.held)]
             there = page.frames[self.tier.index] if self.tier is not None else None
             if there is not None and there.state is State.READY and not page.gone:
@@ -116,6 +124,8 @@ class Borrowing(Operation):
                 break
             store.pin(frame)
             self.held.append((frame, frame.generation, found.tier.index))
+        if len(self.held) == len(self.pages):
+            self._touch()  # while the copies are under way, rather than when the last of them has come
         self._count_arrived()
         if self.arrived == len(self.pages):
             self._grant()
@@ -159,6 +169,11 @@ class Borrowing(Operation):
                 watch(self, page)  # again each time: a page on its way in two steps wakes its waiters at the first
                 return
 
+    def _touch(self) -> None:
+        if not self.touched:
+            self.touched = True
+            self.store.touch(self.pages)
+
     def _cut(self, length: int) -> None:
         """Ask for no more than the first `length` pages."""
         for page, (frame, generation, _) in zip(self.pages[length:], self.held[length:], strict=False):
@@ -169,7 +184,7 @@ class Borrowing(Operation):
     def _grant(self) -> None:
         if self.counted:
             count_hits(self.store, self.pages, [origin for _, _, origin in self.held])
-        self.store.touch(self.pages)
+        self._touch()
         if self.tier is not None:
             leave_crowded(self.store, self.pages, self.tier)
         elif self.session.home is not None:

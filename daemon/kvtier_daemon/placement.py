@@ -40,18 +40,18 @@ def place(store: Store, page: Page, wanted: Tier | None, readable: frozenset[int
 
 def leave_crowded(store: Store, run: list[Page], tier: Tier) -> None:
     """`run` is lent in `tier` now: what of it came from a GPU that has no frame free leaves there."""
-    if not tier.device:
+    crowded = {
+        owner
+        for other in store.tiers
+        if tier.device and other.device and other is not tier
+        for owner in other.classes.values()
+        if not owner.free
+    }
+    if not crowded:
         return
-    replicas = [
-        frame
-        for page in run
-        if page.frames[tier.index] is not None
-        for frame in page.frames
-        if frame is not None and frame.tier.device and frame.tier is not tier
-    ]
-    crowded = {frame.slab.owner for frame in replicas if not frame.slab.owner.free}
+    replicas = [frame for page in run if page.frames[tier.index] is not None for frame in page.frames]
     for frame in reversed(replicas):
-        if frame.slab.owner in crowded:
+        if frame is not None and frame.slab.owner in crowded:
             store.shed(frame)
 
 

@@ -64,6 +64,8 @@ class Store:
         self.submit = submit
         self.counters = Counters(len(tiers))
         self.runnable: deque[Operation] = deque()
+        self.postponed: list[Operation] = []
+        """Operations that have more to do, once others have had their turn."""
         self.publish: Callable[[str, Page], None] = lambda event, page: None
         self.clock: Callable[[], float] = time.monotonic
         self.tick = 0
@@ -265,16 +267,20 @@ class Store:
                 pass
 
     def run(self) -> None:
-        """Let everything go on that can: woken operations, then copies to the tiers below. Call after any change."""
-        while self.runnable:
-            operation = self.runnable.popleft()
-            if not operation.done:
-                operation.advance()
-        for tier in self.tiers:
-            if tier.unsaved:
-                self.pump(tier)
-        if self.runnable:
-            self.run()
+        """Let everything go on that can: woken operations, then copies to the tiers below. Call after any change, and
+        again soon while there are `postponed` ones."""
+        self.runnable.extend(self.postponed)
+        self.postponed.clear()
+        while True:
+            while self.runnable:
+                operation = self.runnable.popleft()
+                if not operation.done:
+                    operation.advance()
+            for tier in self.tiers:
+                if tier.unsaved:
+                    self.pump(tier)
+            if not self.runnable:
+                break
         if self._outbox:
             self._send()
 

@@ -1,0 +1,58 @@
+"""A long request does not keep the others waiting until all of it is under way."""
+
+from __future__ import annotations
+
+from kvtier.wire import Borrowed, unpack_handles
+from kvtier_daemon.jobs import Copy
+from kvtier_daemon.operations import _TURN
+from tests.daemon.world import World
+
+LONG = 2 * _TURN + 100
+
+
+def test_a_long_borrow_and_a_short_one_take_turns() -> None:
+    world = World(LONG + 512, LONG + 512, persistent=False, slab=256)
+    session = world.session()
+    long, short = world.namespace(session, "long"), world.namespace(session, "short")
+    long.orders = short.orders = bytes(LONG)
+    keys = [number.to_bytes(16) for number in range(1, LONG + 1)]
+    few = [number.to_bytes(16) for number in range(LONG + 1, LONG + 5)]
+    for space, chain in ((long, keys), (short, few)):
+        reserving, answers = world.reserve(session, space, chain, tier=1)
+        world.settle()
+        assert answers
+        world.commit(session, reserving)
+
+    spare, _ = world.reserve(session, long, [number.to_bytes(16) for number in range(5000, 5000 + LONG + 8)])
+    world.settle()  # has slabs made in the upper tier
+    world.sessions.abandon(session, spare.reservation, spare.reservation.slots)
+    world.store.run()
+
+    slow, lent = world.borrow(session, keys)
+    assert 0 < len(slow.held) <= 2 * _TURN and world.store.postponed == [slow]
+    _, soon = world.borrow(session, few)
+    mine = next(at for at, job in enumerate(world.jobs) if isinstance(job, Copy) and job.pages[0].key == few[0])
+    world.store.run()
+    theirs = [at for at, job in enumerate(world.jobs) if isinstance(job, Copy) and job.pages[-1].key == keys[-1]]
+    assert theirs and mine < theirs[0], "the short one's copies are not behind all of the long one's"
+    world.settle()
+    assert isinstance(soon[0], Borrowed) and isinstance(lent[0], Borrowed)
+    assert len(unpack_handles(lent[0].handles)) == LONG
+    world.store.check()
+
+
+def test_a_long_borrow_that_is_taken_back_holds_nothing() -> None:
+    world = World(LONG + 512, LONG + 512, persistent=False, slab=256)
+    session = world.session()
+    space = world.namespace(session)
+    space.orders = bytes(LONG)
+    keys = [number.to_bytes(16) for number in range(1, LONG + 1)]
+    reserving, _ = world.reserve(session, space, keys, tier=1)
+    world.settle()
+    world.commit(session, reserving)
+    slow, _ = world.borrow(session, keys)
+    slow.cancel()
+    world.settle()
+    assert not world.store.postponed
+    assert not any(frame.pins for tier in world.tiers for slab in tier.slabs.values() for frame in slab.frames)
+    world.store.check()
