@@ -61,11 +61,11 @@ def borrows(space: NamespaceClient, keys: list[bytes], seconds: float) -> list[f
 
 
 def lookups(space: NamespaceClient, keys: list[bytes], seconds: float) -> list[float]:
-    """The same of lookups of all keys, in which the daemon is what works."""
+    """The same of lookups of all keys with their tiers, in which the daemon is what works."""
     times = []
     end = time.perf_counter() + seconds
     while (started := time.perf_counter()) < end:
-        space.lookup(keys)
+        space.locate(keys)
         times.append(time.perf_counter() - started)
     return times
 

@@ -31,23 +31,27 @@ def available_memory() -> int:
     return free
 
 
-def create_memfd(name: str, nbytes: int) -> int:
-    """A descriptor of `nbytes` of memory that is really there, mode 0600. Blocks while the kernel finds the pages.
+def create_memfd(name: str, nbytes: int, *, sealed: bool = True) -> int:
+    """A descriptor of `nbytes` of memory that is really there, mode 0600. Blocks while the kernel finds the pages. Without
+    `sealed`, `seal` is left to the caller, and due before anyone else gets it.
 
     Raises SlabError, with nothing left behind, where memory or a limit does not allow it.
     """
-    if nbytes > available_memory():  # the kernel would not refuse, but kill someone
-        raise SlabError(
-            f"no memory for a slab of {nbytes} bytes: {available_memory()} are left; lower the tier's capacity or free memory"
-        )
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = -1
     try:
+        if nbytes > (left := available_memory()):  # the kernel would not refuse, but kill someone
+            raise SlabError(
+                f"no memory for a slab of {nbytes} bytes: {left} are left; lower the tier's capacity or free memory"
+            )
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, nbytes)
         _fill(fd, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        if sealed:
+            seal(fd)
     except OSError as error:
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
         raise SlabError(
             f"no memory for a slab of {nbytes} bytes ({error.strerror}): lower the tier's capacity or free memory"
         ) from error
@@ -67,8 +71,20 @@ def _fill(fd: int, nbytes: int) -> None:
 
 
 _MADV_POPULATE_WRITE = 23
+_F_SEAL_FUTURE_WRITE = 0x10
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def seal(fd: int, *, future_writes: bool = False) -> None:
+    """Nobody can change its size from now on; with `future_writes`, nor write to it but through a mapping that there is."""
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    if future_writes:
+        with contextlib.suppress(
+            OSError
+        ):  # a kernel before 5.1; the memfd's mode keeps other users from writing even so
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
 
 
 def read_only(fd: int) -> int:

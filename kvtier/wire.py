@@ -464,6 +464,17 @@ class SlabIs(Body):
     handle: bytes = b""
 
 
+class WantPresence(Body):
+    """Client: the presence table of this tenant, please: when it has none, and when the one it has was replaced."""
+
+
+class PresenceIs(Body):
+    """Daemon: the table (`kvtier.presence`) is `nbytes` of memory, whose descriptor is beside it. 0, and none beside it:
+    there is none just now, ask with `lookup`."""
+
+    nbytes: int
+
+
 class WantProbe(Body):
     """Client: a memory of `nbytes` to write a layout's probes into."""
 
@@ -497,7 +508,9 @@ class Refused(Body):
 
 ATTACH: dict[str, type[Body]] = {
     kind.__name__.lower(): kind
-    for kind in (Hello, Welcome, WantSlab, SlabIs, WantProbe, ProbeIs, Retire, Dropped, Refused)
+    for kind in (
+        *(Hello, Welcome, WantSlab, SlabIs, WantPresence, PresenceIs, WantProbe, ProbeIs, Retire, Dropped, Refused),
+    )
 }
 
 

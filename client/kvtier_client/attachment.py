@@ -6,11 +6,13 @@ It ends with the daemon. What was mapped stays readable for as long as anyone ho
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,23 @@ from kvtier.device import Device
 from kvtier.errors import DaemonLost, InvalidRequest, KvtierError, ProtocolError, SlabError, from_code
 from kvtier.layout import Layout, probe_value
 from kvtier.memory import Mapping
+from kvtier.presence import PresenceView
 from kvtier_client.gpu import DeviceMapping
 
 _HELLO_TIMEOUT = 10.0
+_PRESENCE_PAUSE = 10.0
+"""Seconds until a daemon that had no presence table is asked again."""
+_GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
+
+
+class _Poll(ctypes.Structure):
+    """struct pollfd."""
+
+    _fields_ = (("descriptor", ctypes.c_int), ("events", ctypes.c_short), ("happened", ctypes.c_short))
+
+
+_LIBC = ctypes.PyDLL(None)  # keeps the interpreter's lock: a worker's threads would make each look wait for it again
+_LIBC.poll.argtypes = (ctypes.POINTER(_Poll), ctypes.c_ulong, ctypes.c_int)
 
 
 class Attachment:
@@ -40,6 +56,9 @@ class Attachment:
         self.slab_tiers: dict[int, int] = {}
         self.retired: set[int] = set()
         self.pinned: set[int] = set()
+        self.presence: PresenceView | None = None
+        self._presence_due = 0.0
+        """When a presence table is to be asked for: never, while an answer is on its way."""
         self.seen_notices = 0
         self._holds = 0
         self._ended = False
@@ -80,12 +99,26 @@ class Attachment:
 
     def alive(self) -> bool:
         """Whether the daemon still holds its end."""
-        descriptor = self.connection.fileno()
-        if descriptor < 0:
-            return False
-        poll = select.poll()  # one a call: two threads may not be in the same one
-        poll.register(descriptor, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
-        return not poll.poll(0)
+        return not self._happened() & _GONE
+
+    def present(self, keys: Sequence[bytes]) -> int | None:
+        """How many leading keys the tenant's presence table has; None where it is to be asked for with `lookup`.
+
+        Waits for nothing and nobody. Raises DaemonLost, at once.
+        """
+        happened = self._happened()
+        if happened:
+            if happened & _GONE:
+                raise DaemonLost("kvtierd hung up: every handle is void, treat all as a miss")
+            self.hear(wait=False)
+        table = self.presence
+        if table is not None and table.replaced:
+            self.presence = table = None
+            self._presence_due = 0.0
+        if table is None:
+            self._want_presence()
+            return None
+        return table.count(keys)
 
     def mapping(self, slab: int) -> Mapping | DeviceMapping:
         """The slab in this process's memory, mapped at first use. Raises SlabError, DaemonLost."""
@@ -143,13 +176,18 @@ class Attachment:
                 self._note(self._next())
             self._let_go()
 
-    def hear(self) -> None:
-        """As `notice`, for what is there without waiting."""
-        with self.lock, contextlib.suppress(OSError, DaemonLost):
-            while self._received or self._readable.poll(0):
-                self._note(self._next())
-            if self.retired:
-                self._let_go()
+    def hear(self, *, wait: bool = True) -> None:
+        """As `notice`, for what is there without waiting; not at all while another thread is at it, unless `wait`."""
+        if not self.lock.acquire(blocking=wait):
+            return
+        try:
+            with contextlib.suppress(OSError, DaemonLost):
+                while self._received or self._readable.poll(0):
+                    self._note(self._next())
+                if self.retired:
+                    self._let_go()
+        finally:
+            self.lock.release()
 
     def _let_go(self) -> None:
         for slab in list(self.retired):
@@ -179,6 +217,7 @@ class Attachment:
         """End it. What it had mapped is unmapped when nobody holds it."""
         self.connection.close()
         with self.lock:
+            self.presence = None
             if not self._ended:
                 self._ended = True
                 for fd in self._fds:
@@ -228,6 +267,38 @@ class Attachment:
         if isinstance(body, wire.Retire):
             self.retired.add(body.slab)
             self.seen_notices += 1
+        elif isinstance(body, wire.PresenceIs):
+            self._take_presence(body.nbytes)
+
+    def _happened(self) -> int:
+        """What poll(2) tells of the connection at this moment."""
+        poll = _Poll(self.connection.fileno(), select.POLLIN | select.POLLRDHUP)
+        if poll.descriptor < 0:
+            return select.POLLNVAL
+        return poll.happened if _LIBC.poll(ctypes.byref(poll), 1, 0) else 0
+
+    def _want_presence(self) -> None:
+        """Ask for the presence table, if it is time to and no other thread is talking to the daemon; `_note` takes it."""
+        if time.monotonic() < self._presence_due or not self.lock.acquire(blocking=False):
+            return
+        try:
+            self._presence_due = float("inf")
+            with contextlib.suppress(OSError):
+                self.connection.sendall(wire.encode_attach(wire.WantPresence()))
+        finally:
+            self.lock.release()
+
+    def _take_presence(self, nbytes: int) -> None:
+        self._presence_due = time.monotonic() + _PRESENCE_PAUSE
+        if not nbytes:
+            return
+        fd = self._fds.pop(0)
+        try:
+            self.presence = PresenceView(fd, nbytes)
+        except KvtierError:
+            return  # lookups go to the daemon meanwhile
+        finally:
+            os.close(fd)
 
     def _next(self) -> wire.Body:
         """The next message; descriptors that came beside it are in `_fds`."""

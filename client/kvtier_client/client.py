@@ -12,7 +12,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, overload
@@ -168,6 +168,21 @@ class Client:
         if attachment is not self._attachment:
             raise DaemonLost("the daemon that this was held with is gone: it is released, or never was committed")
         return self._exchange(attachment, verb, body, kind, timeout)
+
+    def present(self, keys: Sequence[bytes]) -> int | None:
+        """How many leading keys the tenant holds, told by its presence table without asking the daemon: as true as a
+        lookup's answer, and as soon out of date. None where there is no table (yet): ask. Raises DaemonLost."""
+        self._check_process()
+        attachment = self._attachment
+        if attachment is None:
+            return None
+        if self._deferred:
+            self._release_deferred()
+        try:
+            return attachment.present(keys)
+        except DaemonLost:
+            self.lost(attachment)
+            raise
 
     def submit(
         self, verb: str, body: wire.Body, finish: Callable[[Attachment, Any], ResultT], *, timeout: float

@@ -44,7 +44,8 @@ def stats(report: dict[str, Any], before: dict[str, Any] | None = None, seconds:
     wanted = counters["borrows"] + counters["reserved"] + counters["out_of_pages"]
     line = (
         f"borrowed {hits:,} of {counters['requested']:,} pages ({hits / requested:.1%}), "
-        f"missed {counters['requested'] - hits:,}; looked up {counters['lookup_found']:,} of {counters['lookup_keys']:,}; "
+        f"missed {counters['requested'] - hits:,}; asked to look up {counters['lookup_keys']:,}, "
+        f"had {counters['lookup_found']:,}; "
         f"committed {counters['commits']:,}\n"
         f"OutOfPages {counters['out_of_pages']:,} ({counters['out_of_pages'] / max(1, wanted):.2%} of requests); "
         f"page utilisation {used / max(1, allocated):.1%} of slabs; lost to bad reads {counters['lost']:,}; "

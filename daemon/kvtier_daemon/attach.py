@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier import wire
-from kvtier.errors import ConfigError, InvalidRequest, KvtierError, LayoutError, ProtocolError
+from kvtier.errors import ConfigError, InvalidRequest, KvtierError, LayoutError, ProtocolError, SlabError
 from kvtier.keys import Namespace
 from kvtier.layout import probe_value
 from kvtier.memory import read_only
@@ -38,6 +38,7 @@ _SO_PEERGROUPS = 59
 _SO_PEERPIDFD = 77
 _MOST_PROBE = 1 << 30
 _MOST_UNSENT = 1 << 20
+_MOST_DESCRIPTORS = 64
 
 
 class Peer:
@@ -169,7 +170,7 @@ class AttachServer:
             self._hung_up(peer)
             return
         peer.received += data
-        while len(peer.received) >= wire.ATTACH_HEADER.size:
+        while len(peer.received) >= wire.ATTACH_HEADER.size and peer.connection.fileno() >= 0:  # or an answer closed it
             (size,) = wire.ATTACH_HEADER.unpack_from(peer.received)
             end = wire.ATTACH_HEADER.size + size
             if size > wire.MAX_ATTACH_MESSAGE:
@@ -186,6 +187,9 @@ class AttachServer:
             except KvtierError as error:
                 self._refuse(peer, error)
                 return
+            except OSError as error:  # no descriptors left, most likely
+                self._refuse(peer, SlabError(f"kvtierd cannot serve this on the attach socket: {error.strerror}"))
+                return
 
     def _message(self, peer: Peer, body: wire.Body) -> None:
         session = peer.session
@@ -194,6 +198,10 @@ class AttachServer:
                 self._hello(peer, body)
             case wire.WantSlab() if session is not None:
                 self._lend(peer, session, body.slab)
+            case wire.WantPresence() if session is not None:
+                presence = session.tenant.presence
+                fd = presence.share(session.tenant.pages)
+                self._send(peer, wire.PresenceIs(presence.nbytes if fd >= 0 else 0), [fd] if fd >= 0 else None)
             case wire.WantProbe() if session is not None:
                 if not 0 < body.nbytes <= _MOST_PROBE:
                     raise ProtocolError(f"a probe memory of {body.nbytes} bytes; the most is {_MOST_PROBE}")
@@ -240,14 +248,18 @@ class AttachServer:
         for tier in self.tiers:
             slab = tier.slabs.get(slab_id)
             if slab is not None and tier.index in session.readable and slab.owner.tenant is session.tenant:
+                handle, fds = b"", []
+                if tier.device:
+                    handle = slab.backing.handle
+                else:
+                    try:
+                        fds = [read_only(slab.backing.fd) if session.read_only else os.dup(slab.backing.fd)]
+                    except OSError as error:  # no descriptors left
+                        self._send(peer, wire.Refused("slab", f"slab {slab_id} cannot be given: {error.strerror}"))
+                        return
                 slab.holders.add(session.id)
                 session.slabs.add(slab_id)
-                if tier.device:
-                    handle: bytes = slab.backing.handle
-                    self._send(peer, wire.SlabIs(slab_id, tier.index, slab.nbytes, handle))
-                    return
-                fd = read_only(slab.backing.fd) if session.read_only else os.dup(slab.backing.fd)
-                self._send(peer, wire.SlabIs(slab_id, tier.index, slab.nbytes), [fd])
+                self._send(peer, wire.SlabIs(slab_id, tier.index, slab.nbytes, handle), fds)
                 return
         self._send(peer, wire.Refused("invalid", f"no slab {slab_id} of this tenant can be mapped"))
 
@@ -269,7 +281,8 @@ class AttachServer:
                 else:
                     peer.unsent[0] = (data[sent:], [])
         except BlockingIOError:
-            if sum(len(data) for data, _ in peer.unsent) > _MOST_UNSENT:
+            descriptors = sum(len(fds) for _, fds in peer.unsent)
+            if descriptors > _MOST_DESCRIPTORS or sum(len(data) for data, _ in peer.unsent) > _MOST_UNSENT:
                 self._hung_up(peer)  # it reads nothing; a bound on what it can cost
                 return
         except OSError:

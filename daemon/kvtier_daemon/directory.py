@@ -13,6 +13,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from kvtier.keys import Namespace
+from kvtier.presence import PresenceTable
 from kvtier_daemon.slabs import Frame, State
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class Page:
 class Tenant:
     """One user of the daemon, with its own pages, slabs and limits (bytes by tier index)."""
 
-    __slots__ = ("guaranteed", "id", "limit", "name", "namespaces", "pages", "writing")
+    __slots__ = ("guaranteed", "id", "limit", "name", "namespaces", "pages", "presence", "writing")
 
     def __init__(self, tenant_id: int, name: str, guaranteed: dict[int, int], limit: dict[int, int]) -> None:
         self.id = tenant_id
@@ -139,6 +140,8 @@ class Tenant:
         self.guaranteed = guaranteed
         self.limit = limit
         self.pages: dict[bytes, Page] = {}
+        self.presence = PresenceTable()
+        """The keys of `pages`, for its workers to look up by themselves."""
         self.namespaces: dict[bytes, OpenNamespace] = {}
         self.writing: set[bytes] = set()
         """Keys that a reservation will publish."""
@@ -204,7 +207,9 @@ class Directory:
     def publish(self, key: bytes, namespace: OpenNamespace, number: int, parent: Page | None) -> Page:
         """A new page under `key`, which must be free."""
         page = Page(key, namespace, number, parent, self.tiers)
-        namespace.tenant.pages[key] = page
+        tenant = namespace.tenant
+        tenant.pages[key] = page
+        tenant.presence.add(key)
         namespace.pages += 1
         if parent is not None:
             children = parent.children
@@ -227,9 +232,10 @@ class Directory:
         order = [page]
         for member in order:
             order.extend(member.kids())
-        pages = page.namespace.tenant.pages
+        tenant = page.namespace.tenant
         for member in order:
-            del pages[member.key]
+            del tenant.pages[member.key]
+            tenant.presence.discard(member.key)
             member.namespace.pages -= 1
             member.gone = True
             member.children = None
@@ -239,6 +245,7 @@ class Directory:
     def check(self) -> None:
         """Assert what must always hold."""
         for tenant in self.tenants.values():
+            tenant.presence.check(tenant.pages)
             for key, page in tenant.pages.items():
                 assert page.key == key and not page.gone
                 assert any(frame is not None for frame in page.frames), "a page with no frame is still published"

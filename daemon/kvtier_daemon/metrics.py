@@ -249,13 +249,20 @@ GROUPS: dict[str, list[Family]] = {
         ),
     ],
     "Hits and misses": [
-        Family("kvtier_lookups_total", "counter", "Lookups.", (), _counter("lookups")),
         Family(
-            *("kvtier_lookup_requested_pages_total", "counter", "Pages that lookups asked for."),
+            *(
+                "kvtier_lookups_total",
+                "counter",
+                "Lookups that kvtierd was asked for; most, workers make by themselves.",
+            ),
+            *((), _counter("lookups")),
+        ),
+        Family(
+            *("kvtier_lookup_requested_pages_total", "counter", "Pages that these lookups asked for."),
             *((), _counter("lookup_keys")),
         ),
         Family(
-            *("kvtier_lookup_found_pages_total", "counter", "Pages that lookups found."),
+            *("kvtier_lookup_found_pages_total", "counter", "Pages that these lookups found."),
             *((), _counter("lookup_found")),
         ),
         Family("kvtier_borrows_total", "counter", "Borrows.", (), _counter("borrows")),

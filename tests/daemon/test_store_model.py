@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, ClassVar, cast
 
 import pytest
@@ -44,6 +45,8 @@ class StoreMachine(RuleBasedStateMachine):
         """Of reservations without keys: which chain they are for."""
         self.pins: dict[int, list[tuple[Frame, object]]] = {}
         self.spaces = [self.world.namespace(member) for member in self.members]
+        for tenant in self.world.directory.tenants.values():
+            os.close(tenant.presence.share(tenant.pages))
         self.chains = [self.world.keys(self.spaces[0], PAGES, branch) for branch in range(CHAINS)]
         self.open: list[tuple[Session, Reserving]] = []
         self.waiting: list[tuple[Operation, list[object]]] = []
@@ -314,6 +317,9 @@ class StoreMachine(RuleBasedStateMachine):
                 assert sum(owner.counts) == owner.counts[State.FREE], "a frame leaked"
         assert not self.world.index
         self.world.store.check()
+        for tenant in self.world.directory.tenants.values():
+            assert tenant.presence.nbytes, "its presence table was given up"
+            tenant.presence.withdraw()
 
 
 class SmallStoreMachine(StoreMachine):
