@@ -67,7 +67,8 @@ class Movers:
         match job:
             case Copy():
                 here, there = job.origin.index, job.tier.index
-                return self.lanes[here if self.media[here].rank > self.media[there].rank else there]
+                # Between GPUs the origin's: a link that is pushed to both ways at once carries more than one pulled from.
+                return self.lanes[there if self.media[there].rank > self.media[here].rank else here]
             case Grow():
                 return self.lanes[job.owner.tier.index]
             case Shrink():
