@@ -40,7 +40,8 @@ class Client:
     else the system's. `name` is what the operator sees in `kvtier sessions`. With `device` (an ordinal of this process,
     "cuda:0", or a UUID) it is lent GPU memory of that GPU and its peers, and addresses that kernels there can read.
 
-    Raises DaemonLost when there is none. A context manager; `close` gives everything back.
+    Raises DaemonLost when there is none. Without `attach` it attaches at the first call that needs it, or a later one, as it
+    does after a loss: so it can be made before the daemon is there. A context manager; `close` gives everything back.
     """
 
     def __init__(
@@ -50,7 +51,9 @@ class Client:
         name: str = "",
         read_only: bool = False,
         device: int | str | None = None,
+        attach: bool = True,
     ) -> None:
+        self._endpoint = endpoint
         self.directory: Path = paths.find_endpoint(endpoint)
         self.name = name or os.path.basename(os.environ.get("_", "")) or "python"
         self.read_only = read_only
@@ -63,7 +66,7 @@ class Client:
         self._next_try = 0.0
         self.gpu = gpu.find(device)
         self._deferred: list[tuple[Any, Attachment, int]] = []
-        self._attachment: Attachment | None = self._attach()
+        self._attachment: Attachment | None = self._attach() if attach else None
 
     # What is asked for
 
@@ -230,7 +233,10 @@ class Client:
         return attachment.alive()
 
     def _attach(self) -> Attachment:
-        return Attachment(self.directory, name=self.name, read_only=self.read_only, gpu=self.gpu)
+        self.directory = paths.find_endpoint(self._endpoint)
+        made = Attachment(self.directory, name=self.name, read_only=self.read_only, gpu=self.gpu)
+        self._endpoint = self.directory  # from now on it is this daemon's, whoever else may come
+        return made
 
     def put_back(self, attachment: Attachment, channel: Channel, reply: wire.Reply) -> None:
         """A channel has its answer: keep it for the next call, and hear what the daemon wants."""

@@ -521,3 +521,43 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next(make: MakeDaemo
 def test_no_daemon_is_said_with_what_to_do(place: Path) -> None:
     with pytest.raises(DaemonLost, match="start one, or set KVTIER_ENDPOINT"):
         Client(place / "nowhere")
+
+
+def test_a_client_may_be_made_before_its_daemon(make: MakeDaemon) -> None:
+    daemon = make(host="4MiB")
+    client = daemon.client(attach=False)
+    with pytest.raises(DaemonLost, match="no kvtierd answers"):
+        client.ping()
+    with pytest.raises(DaemonLost, match="the next attempt to attach is in"):
+        client.ping()
+    with pytest.raises(DaemonLost):
+        open_space(client)
+    daemon.start()
+    eventually(lambda: _lives(client), "attached, as after a loss", within=6)
+    space = open_space(client)
+    put(space, keys := chain(space, 1, 4))
+    assert space.lookup(keys) == 4
+    client.close()
+    with pytest.raises(StaleHandle, match="closed"):
+        client.ping()
+    Client(daemon.endpoint, attach=False).close()  # nothing to end
+
+
+def test_an_endpoint_is_found_when_it_is_attached_to(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon that was found stays the one, whatever the environment says later."""
+    client = Client(attach=False)
+    with local(host="32MiB", ssd="32MiB", directory=str(place / "l")) as daemon:
+        monkeypatch.setenv("KVTIER_ENDPOINT", daemon.endpoint)
+        assert client.ping() < 5 and str(client.directory) == daemon.endpoint
+        monkeypatch.setenv("KVTIER_ENDPOINT", str(place / "nowhere"))
+        client.lost(client.current())
+        assert client.ping() < 5
+        client.close()
+
+
+def _lives(client: Client) -> bool:
+    try:
+        client.ping()
+    except DaemonLost:
+        return False
+    return True

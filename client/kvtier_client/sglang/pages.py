@@ -31,8 +31,6 @@ from kvtier_client.pages import PageView
 
 log = logging.getLogger(__name__)
 
-_PAUSE = 1.0
-"""Seconds between attempts to attach for the first time."""
 _REST = 5.0
 """Seconds of misses after a deadline that kvtierd did not meet: who waits for each page of it loses more than it gives."""
 _ATTEMPTS = 3
@@ -66,9 +64,10 @@ class PageStore:
         self.timeout = timeout
         self.threads = threads
         self._lock = threading.Lock()
+        self._client: Client | None = None
         self._space: NamespaceClient | None = None
         self._copiers: ThreadPoolExecutor | None = None
-        self._next_try = 0.0
+        self._closed = False
         self._rest_until = 0.0
         self._well = True
 
@@ -112,13 +111,13 @@ class PageStore:
     def close(self) -> None:
         """End the session. Never raises."""
         with self._lock:
-            space, self._space = self._space, None
-            self._next_try = float("inf")
+            self._closed, self._space = True, None
+            client, self._client = self._client, None
             copiers, self._copiers = self._copiers, None
         if copiers is not None:
             copiers.shutdown(wait=True)
-        if space is not None:
-            space.client.close()
+        if client is not None:
+            client.close()
 
     def _find(self, space: NamespaceClient, keys: list[bytes]) -> int:
         tiers = space.locate(keys)
@@ -210,17 +209,12 @@ class PageStore:
         if space is not None:
             return space
         with self._lock:
+            if self._closed:
+                raise DaemonLost("this store is closed")
+            if self._client is None:
+                self._client = Client(self.endpoint or None, name="sglang", attach=False)
             if self._space is None:
-                now = time.monotonic()
-                if now < self._next_try:
-                    raise DaemonLost(f"kvtierd is away; the next attempt to attach is in {self._next_try - now:.1f} s")
-                self._next_try = now + _PAUSE
-                client = Client(self.endpoint or None, name="sglang")
-                try:
-                    self._space = NamespaceClient(client, self.spec)
-                except BaseException:
-                    client.close()
-                    raise
+                self._space = NamespaceClient(self._client, self.spec)
             return self._space
 
 

@@ -1,24 +1,19 @@
-"""An attachment that may not be there: made when it is first wanted, and again when it was lost, ever less often.
+"""A client in the process that uses it, and the namespaces that it has opened.
 
-`Client` does that for itself once it exists; this is for the time before, when an engine starts without kvtierd. All of its
-calls may wait for the daemon: they belong on threads that the engine does not wait for.
+An engine may start without kvtierd: the client attaches when it is first asked for something, and again when it was lost. All
+of its calls may wait for the daemon: they belong on threads that the engine does not wait for.
 """
 
 from __future__ import annotations
 
-import random
 import threading
-import time
 
 import msgspec
 
-from kvtier.errors import DaemonLost, KvtierError
+from kvtier.errors import DaemonLost
 from kvtier.keys import Namespace
 from kvtier_client.client import Client
 from kvtier_client.namespace import NamespaceClient
-
-_FIRST_PAUSE = 0.05
-_LONGEST_PAUSE = 5.0
 
 
 class Link:
@@ -31,25 +26,15 @@ class Link:
         self._lock = threading.Lock()
         self._client: Client | None = None
         self._spaces: dict[bytes, NamespaceClient] = {}
-        self._failures = 0
-        self._next_try = 0.0
         self.closed = False
 
     def client(self) -> Client:
-        """Raises DaemonLost, at once while it is not yet time to try again."""
+        """Its calls raise DaemonLost while kvtierd is away. So does this, once the link is closed."""
         with self._lock:
-            if self._client is not None:
-                return self._client
-            now = time.monotonic()
-            if self.closed or now < self._next_try:
-                raise DaemonLost("kvtierd is away")
-            try:
-                self._client = Client(self._endpoint, name=self._name, device=self._device)
-            except KvtierError:
-                pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**self._failures)
-                self._failures += 1
-                self._next_try = now + pause * random.uniform(0.5, 1.0)
-                raise
+            if self.closed:
+                raise DaemonLost("this engine has ended its session with kvtierd")
+            if self._client is None:
+                self._client = Client(self._endpoint, name=self._name, device=self._device, attach=False)
             return self._client
 
     def space(self, spec: Namespace) -> NamespaceClient:
