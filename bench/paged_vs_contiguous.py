@@ -84,7 +84,7 @@ def paged(model: Any, lengths: list[tuple[int, int]], kv: int, seconds: float, d
     host = "8GiB" if ON_GPU else "64MiB"
     with kvtierd(directory, kv, host=host, slab="512MiB" if ON_GPU else "16MiB") as endpoint:
         client = attach(endpoint, "paged")
-        worker = Worker(model, client, max_batch=most, step_tokens=8192 if ON_GPU else 512)
+        worker = Worker(model, client, max_batch=most, step_tokens=2048 if ON_GPU else 512)
         say("warming up")
         warm = [worker.submit(prompt_of(40 + at, at, worker.description.vocabulary), wish(8)) for at in range(12)]
         while worker.step():
@@ -344,7 +344,7 @@ def show(ours: Measured, few: Measured, theirs: Measured, lengths: list[tuple[in
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kv", default="", help="memory for KV, the same for both (default: 90GiB; 64MiB on the CPU)")
-    parser.add_argument("--seconds", type=float, default=40.0, help="that each way runs for, about")
+    parser.add_argument("--seconds", type=float, default=120.0, help="for all requests to be done, paged, at most")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--rows", type=int, default=1 << 20, help="at most so many rows of the static cache")
     parser.add_argument("--quick", action="store_true", help="a small model, and a tenth of the lengths")
@@ -362,14 +362,14 @@ def main() -> int:
         flush=True,
     )
     seconds = 10.0 if small else given.seconds
-    theirs = contiguous(model, lengths, kv, seconds, given.rows if not small else 8)
+    theirs = contiguous(model, lengths, kv, min(seconds, 30.0), given.rows if not small else 8)
     forget()
     with tempfile.TemporaryDirectory(prefix="kvb-") as directory:
         ours = paged(model, lengths, kv, seconds, Path(directory), 512 if ON_GPU else 32)
     forget()
     rows = max(1, round(theirs.rows))
     with tempfile.TemporaryDirectory(prefix="kvb-") as directory:
-        few = paged(model, lengths, kv, seconds / 2, Path(directory), rows)
+        few = paged(model, lengths, kv, min(seconds, 30.0) / 2, Path(directory), rows)
     show(ours, few, theirs, lengths, kv, each)
     return 0
 
