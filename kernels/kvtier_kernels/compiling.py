@@ -54,10 +54,18 @@ def compile_for(variant: Variant, target: str) -> tuple[Any, Resources]:
         for i, name in enumerate(names)
         if signature[name].startswith("*") or (name.startswith("s_") and signature[name] != "constexpr")
     }
-    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=constants, attrs=aligned)
+    source = _source_class(variant.kernel)(fn=variant.kernel, signature=signature, constexprs=constants, attrs=aligned)
     binary = triton.compile(source, target=GPUTarget("cuda", TARGETS[target], 32), options=variant.options)
     registers, stack = _usage(binary.asm["cubin"])
     return binary, Resources(registers, binary.metadata.shared, stack)
+
+
+def _source_class(kernel: Any) -> type[ASTSource]:
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    return ASTSource
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:

@@ -17,10 +17,14 @@ import triton.language as tl
 from kvtier.errors import InvalidRequest, LayoutError
 from kvtier.layout import LatentLayout
 from kvtier_kernels import checks, tuning
+from kvtier_kernels.addressing import TORCH_DTYPES
 from kvtier_kernels.decode import LOG2E, combine_kernel
 from kvtier_kernels.plan import locate, pick, spans
 from kvtier_kernels.tiles import ADDRESS_BITS, MASKED, entry_index, settle
 from kvtier_kernels.widening import FLOAT
+
+if tuning.GLUON:
+    from kvtier_kernels import mla_hopper
 
 
 @triton.jit
@@ -182,16 +186,23 @@ def mla(
     out4 = out[:, None] if squeeze else out
     batch, tokens, heads, latent = ql.shape
     choice = tuning.mla(layout, tokens * heads, ql.device)
+    hopper = bool(choice.gluon) and ql.dtype == TORCH_DTYPES[layout.dtype] and tuning.warpgroups(layout, ql.device)
+    if hopper:
+        choice = choice._replace(block=mla_hopper.BLOCK, rows=mla_hopper.ROWS, warps=mla_hopper.WARPS)
     programs = programs or choice.programs
     form = shape(layout, tokens, heads, batch, choice)
     parts = torch.empty(programs * 2 * form["ROWS"] * latent, dtype=torch.float32, device=ql.device)
     part_lse = torch.empty(programs * 2 * form["ROWS"], dtype=torch.float32, device=ql.device)
     width = table.shape[1]
     chain = programs > 1 and tuning.chains(ql.device)
-    mla_kernel[(programs,)](
+    kernel, constants = (
+        (mla_hopper.mla_kernel, {name: form[name] for name in mla_hopper.FORM})
+        if hopper
+        else (mla_kernel, form | {"STAGES": choice.stages})
+    )
+    kernel[(programs,)](
         ql, qr, table, lengths, out4, lse, parts, part_lse, scale * LOG2E, layer, batch, width, *ql.stride()[:3],
-        *qr.stride()[:3], *out4.stride()[:3], table.stride(0), **form, STAGES=choice.stages, CHAIN=chain,
-        num_warps=choice.warps,
+        *qr.stride()[:3], *out4.stride()[:3], table.stride(0), **constants, CHAIN=chain, num_warps=choice.warps,
     )  # fmt: skip
     if programs > 1:
         shared = {name: form[name] for name in ("T", "G", "D", "U", "BLOCK", "ROWS", "BLOCKS", "BATCH")}

@@ -23,7 +23,7 @@ def spans(lengths, index, batch, width, T, window, U: tl.constexpr, BLOCK: tl.co
     if WINDOW:
         first = tl.maximum(length - T - window + 1, 0) // BLOCK
     else:
-        first = tl.zeros_like(length)
+        first = length * 0  # an expression: Gluon gives a constant no layout
     count = tl.maximum(tl.cdiv(length, BLOCK) - first, 1)
     return length, first, tl.where(index < batch, count, 0)
 

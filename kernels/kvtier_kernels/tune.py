@@ -55,8 +55,8 @@ def candidates(kernel: str, dtype: str) -> list[Candidate]:
         return found + grid(block=[64], warps=[4], stages=[3], rows=[128])
     few = grid(block=[64], warps=[4, 8], stages=[3], per_sm=[1], rows=[16])
     few += grid(block=[32], warps=[4], stages=[3], per_sm=[2], rows=[16])
-    many = grid(block=[64], warps=[8], stages=[2], per_sm=[1], rows=[64])
-    many += grid(block=[32], warps=[8], stages=[3], per_sm=[1], rows=[64])
+    many = grid(block=[64], warps=[8], stages=[2], per_sm=[1], rows=[64], gluon=[0, 1])
+    many += grid(block=[32], warps=[8], stages=[3], per_sm=[1], rows=[64], gluon=[0])
     return few if dtype == "few" else many
 
 

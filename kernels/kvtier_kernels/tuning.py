@@ -28,7 +28,8 @@ Device = torch.device | int | None
 
 
 class Choice(NamedTuple):
-    """How a kernel is compiled and spread. `per_sm`: programs resident on a multiprocessor, for persistent launches."""
+    """How a kernel is compiled and spread. `per_sm`: programs resident on a multiprocessor, for persistent launches;
+    `gluon`: 1 for the kernel that is written for the GPU's own matrix units, where there is one (`warpgroups`)."""
 
     block: int
     warps: int
@@ -36,6 +37,7 @@ class Choice(NamedTuple):
     per_sm: int = 1
     rows: int = 0
     sms: int = 1
+    gluon: int = 0
 
     @property
     def programs(self) -> int:
@@ -81,6 +83,9 @@ def stored(dtype: str, device: Device = None) -> Stored:
             return Stored(FLOAT.value, FLOATS[dtype], fast)
 
 
+GLUON = triton.__version__.startswith("3.6.")
+"""This is the release of Triton whose Gluon (an experimental part of it) kernels were written for and tested with."""
+
 FLOATS = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
 
 
@@ -123,13 +128,21 @@ def mla(layout: LatentLayout, rows: int, device: Device = None) -> Choice:
     if interpreting() and not isinstance(device, int):
         return Choice(block=16 if layout.unit_tokens == 16 else 32, warps=4, stages=1, rows=16, sms=3)
     few = rows <= 16
-    choice = Choice(block=64, warps=8, stages=3 if few else 2, per_sm=1, rows=16 if few else 64)
+    choice = Choice(block=64, warps=4 if few else 8, stages=3 if few else 2, per_sm=1, rows=16 if few else 64)
     # Elsewhere than on Hopper these are what fits without spills; they were compiled, and never run.
     if device is not None and not 90 <= capability(device) < 100:
-        choice = choice._replace(stages=2) if few else choice._replace(block=32, rows=32)
+        choice = choice._replace(warps=8, stages=2) if few else choice._replace(block=32, rows=32)
     if layout.dtype == "float32":
         choice = Choice(block=16, warps=4, stages=1, per_sm=1, rows=16)
+    if not few and device is not None and warpgroups(layout, device):
+        choice = choice._replace(gluon=1)
     return _recorded("mla", mla_key(layout, rows), choice)._replace(sms=multiprocessors(device))
+
+
+def warpgroups(layout: LatentLayout, device: Device) -> bool:
+    """Whether latents of `layout` can be served by `mla_hopper` on `device`, from queries of their own dtype."""
+    fits = (layout.latent, layout.rope) == (512, 64) and layout.dtype in ("bfloat16", "float16")
+    return GLUON and fits and 90 <= capability(device) < 100
 
 
 def multiprocessors(device: Device) -> int:

@@ -46,7 +46,10 @@ def variants(capability: int) -> Iterator[Variant]:
         yield attention_variant("prefill", capability, **case)
     for heads in (16, 128):
         for unit in (16, 64):
-            yield mla_variant(capability, heads, unit)
+            yield mla_variant(capability, heads, unit, gluon=False)
+    if tuning.warpgroups(LatentLayout(layers=60), capability):
+        for unit in (16, 64):
+            yield mla_variant(capability, 128, unit, gluon=True)
     yield combine_variant(capability)
     yield merge_variant()
     float_layout = _layout()
@@ -100,14 +103,20 @@ def attention_variant(
     return Variant(" ".join(words), function, types, constants | {"STAGES": choice.stages}, {"num_warps": choice.warps})
 
 
-def mla_variant(capability: int, heads: int, unit: int) -> Variant:
+def mla_variant(capability: int, heads: int, unit: int, *, gluon: bool) -> Variant:
     layout = LatentLayout(layers=60, unit_tokens=unit)
     choice = tuning.mla(layout, heads, capability)
     types = _types(QL="*bf16", QR="*bf16", TABLE="*i64", LENGTHS="*i32", OUT="*bf16", LSE="*fp32", PARTS="*fp32")
     types |= _types(PART_LSE="*fp32", scale="fp32", layer="i32", batch="i32", width="i32", s_table="i32")
     types |= {f"s_{tensor}{axis}": "i32" for tensor in "lro" for axis in "bth"}
-    constants = mla.shape(layout, 1, heads, 8, choice) | {"STAGES": choice.stages, "CHAIN": tuning.chains(capability)}
-    return Variant(f"mla heads {heads} unit {unit}", mla.mla_kernel, types, constants, {"num_warps": choice.warps})
+    form, chain = mla.shape(layout, 1, heads, 8, choice), {"CHAIN": tuning.chains(capability)}
+    name, options = f"mla heads {heads} unit {unit}", {"num_warps": choice.warps}
+    if gluon:
+        from kvtier_kernels import mla_hopper
+
+        constants = {name: form[name] for name in mla_hopper.FORM} | chain
+        return Variant(f"{name} gluon", mla_hopper.mla_kernel, types, constants, {"num_warps": mla_hopper.WARPS})
+    return Variant(name, mla.mla_kernel, types, form | chain | {"STAGES": choice.stages}, options)
 
 
 def combine_variant(capability: int) -> Variant:
