@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -33,6 +34,8 @@ _WINDOWS = {"up": 256 << 20, "down": 256 << 20, "peer": 1 << 30}
 for the interpreter; little enough for a borrow not to wait longer than that."""
 _MARKED = 4 << 20
 """Bytes after which an event is due: often enough for those who wait, seldom enough for pages of a few KiB."""
+_PICK_UP = 1e-3
+"""Seconds that whoever brings copies to an idle stream waits at most for them to be started."""
 _POLL = 20e-6
 """Seconds between two looks at the events while nothing else is to be done."""
 _LOST = frozenset({46, 214, 700, 702, 709, 710, 719, 999})
@@ -111,6 +114,7 @@ class StreamLane(Lane):
         self.bytes = dict.fromkeys(_WINDOWS, 0)
         self.copies = dict.fromkeys(_WINDOWS, 0)
         self._waiting: dict[str, list[tuple[int, int, Copy]]] = {direction: [] for direction in _WINDOWS}
+        self._picked_up = threading.Event()
         super().__init__(medium.name, 1, lambda jobs: None)
 
     def _loop(self) -> None:
@@ -137,16 +141,31 @@ class StreamLane(Lane):
                 self._change(slabs)
             for direction, jobs in copies.items():
                 self._start_copies(direction, jobs)
+            self._picked_up.set()
             if not self._reap() and not slabs and not copies and busy:
                 time.sleep(_POLL)
 
     def submit(self, jobs: list[tuple[int, Job]]) -> None:
-        """As a lane does; a direction that is busy keeps no other waiting."""
+        """As a lane does; a direction that is busy keeps no other waiting.
+
+        Returns when a direction that was idle has been set to work: this thread of many short calls lets go of the
+        interpreter lock too often for Python ever to take it away, and never for long enough that a waking one gets it, so
+        that a link would idle for milliseconds.
+        """
+        idle = False
         with self._ready:
             for urgency, job in jobs:
-                queue: list[Any] = self._waiting[self._direction(job)] if isinstance(job, Copy) else self._queue
+                queue: list[Any] = self._queue
+                if isinstance(job, Copy):
+                    direction = self._direction(job)
+                    queue = self._waiting[direction]
+                    idle = idle or not (queue or self.under_way[direction])
                 heapq.heappush(queue, (urgency, next(self._order), job))
+            if idle:
+                self._picked_up.clear()
             self._ready.notify()
+        if idle:
+            self._picked_up.wait(_PICK_UP)
 
     def __len__(self) -> int:
         return len(self._queue) + sum(map(len, self._waiting.values()))

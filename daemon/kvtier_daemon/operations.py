@@ -22,8 +22,8 @@ from kvtier_daemon.tiers import Tier
 
 Answer = Callable[[Body | KvtierError], None]
 
-_TURN = 512
-"""Pages that one operation starts copies of before others have their turn: a millisecond or two."""
+_TURN = 64
+"""Pages that one operation starts copies of before others have their turn: as many as movers are given at once."""
 
 
 class Operation:

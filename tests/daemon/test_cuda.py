@@ -1,0 +1,93 @@
+"""The thread of a GPU, over an emulated CUDA: copies that find it idle are under way when they have been handed over."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier import device, driver
+from kvtier.wire import Borrowed
+from kvtier_daemon.cuda import CudaMedium, StreamLane
+from kvtier_daemon.jobs import Copy, Job
+from kvtier_daemon.slabs import Frame
+from tests.daemon.world import World
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "emulated"))
+    real = sys.modules.pop("cupy", None)
+    monkeypatch.setattr(driver, "library", driver.library)
+    device.runtime.cache_clear()
+    yield
+    device.runtime.cache_clear()
+    sys.modules.pop("cupy", None)
+    if real is not None:
+        sys.modules["cupy"] = real
+
+
+class Memory(CudaMedium):
+    """Frames that lie nowhere: copies are counted."""
+
+    def address(self, frame: Frame) -> int:
+        return frame.slab.id << 32 | frame.offset
+
+
+def test_an_idle_direction_is_at_work_when_submit_returns(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    gpu = device.devices()[0]
+    library = driver.library()
+
+    def copy(target: int, source: int, nbytes: int, stream: object) -> int:
+        time.sleep(0.0002)
+        started.append(nbytes)
+        return 0
+
+    monkeypatch.setattr(library, "cuMemcpyAsync", copy, raising=False)
+    monkeypatch.setattr(driver, "library", lambda: library)
+    world = World(64, 64, persistent=False)
+    world.tiers[0].device = "GPU-0"
+    world.tiers[0].slab_bytes = lambda frame_bytes: 16 * frame_bytes  # type: ignore[method-assign]
+    session = world.session()
+    space = world.namespace(session)
+    keys = world.keys(space, 8)
+    operation, _ = world.reserve(session, space, keys, tier=1)
+    world.settle()
+    world.commit(session, operation)
+    done: list[Job] = []
+    over = threading.Event()
+
+    def report(jobs: list[Job]) -> None:
+        done.extend(jobs)
+        over.set()
+
+    media = [Memory("hbm", gpu), Memory("host", gpu)]
+    lane = StreamLane(media[0], report, list(media))
+    try:
+        for _ in range(20):
+            _, answers = world.borrow(session, keys, tier=0)
+            while not any(isinstance(job, Copy) for job in world.jobs):
+                world.do(world.ready_jobs()[0])
+            copies = [job for job in world.jobs if isinstance(job, Copy)]
+            before = len(started)
+            lane.submit([(job.priority, job) for job in copies])
+            assert len(started) > before, "the link idles"
+            while len(done) < len(copies):
+                assert over.wait(5)
+                over.clear()
+            for job in done:
+                world.jobs.remove(job)
+                world.store.finish(job)
+            done.clear()
+            world.store.run()
+            assert isinstance(answers[0], Borrowed)
+            world.sessions.release(session, answers[0].lease)
+            for page in session.tenant.run(keys):
+                world.store.shed(page.frames[0])
+    finally:
+        assert lane.stop(5)
