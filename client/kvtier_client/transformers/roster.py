@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from kvtier.errors import DaemonLost, Draining, KvtierError, OutOfPages
@@ -31,17 +32,23 @@ PAUSE = 0.05
 """Seconds before what found no frames, or no daemon, is tried again."""
 _TIGHT = 2.0
 """Seconds that frames are taken to be short after they were."""
+_HASTE = 0.02
+"""Seconds to wait for frames while they are short: who gets none had better hear of it, so that another makes room."""
 _CLERKS = 4
+_USHERS = 2
+"""Threads for errands of sequences that run, and of those that wait: these may have to wait for frames, and keep no others."""
 
 
 class Roster:
-    """`most`: sequences that run at once. `event()`: of what the device has been given so far. `forget(sequence)` is called
+    """`most`: sequences that run at once. `ahead`: tokens of prompts that pages are fetched for before they are computed;
+    more would only take frames from those that are. `event()`: of what the device has been given so far. `forget(sequence)` is called
     when one leaves the batch. `wake` is set when an errand is done. `counters` are the worker's."""
 
     def __init__(
         self,
         *,
         most: int,
+        ahead: int,
         terms: Terms,
         patience: float,
         event: Callable[[], Any],
@@ -53,6 +60,7 @@ class Roster:
         self.running: list[Sequence] = []
         self.counters = counters
         self._most = most
+        self._ahead = ahead
         self._terms = terms
         self._patience = patience
         self._event = event
@@ -61,7 +69,11 @@ class Roster:
         self._leaving: list[tuple[Sequence, bool]] = []
         self._asked: dict[int, list[Page]] = {}
         self._partings: set[Future[None]] = set()
+        self._yielding: set[Future[None]] = set()
+        """Those of the partings that make room."""
+        self._reserving: set[Future[Answer]] = set()
         self._clerks = ThreadPoolExecutor(_CLERKS, thread_name_prefix="kvtier-clerk")
+        self._ushers = ThreadPoolExecutor(_USHERS, thread_name_prefix="kvtier-usher")
         self._arrivals = 0
         self._next_admission = 0.0
         self._tight = 0.0
@@ -85,6 +97,7 @@ class Roster:
             self._wake.wait(0.01)
             self._wake.clear()
         self._clerks.shutdown()
+        self._ushers.shutdown()
 
     def check(self) -> None:
         for sequence in self.running:
@@ -107,18 +120,17 @@ class Roster:
         tight = now < self._tight
         if now < self._next_admission or any(sequence.lacking for sequence in self.running):
             return
-        asked = sum(sequence.samples for sequence in self.waiting if sequence.errand is not None)
-        room = self._most - len(self.running) - asked
+        room = self._most - len(self.running)
+        ahead = self._ahead - sum(sequence.left for sequence in self.running)
         for sequence in self.waiting:
-            if sequence.errand is not None:
-                if tight:
-                    return
-                continue
             room -= sequence.samples
-            if room < 0:
+            if room < 0 or ahead <= 0 or (tight and sequence.errand is not None):
                 return
-            tokens, goal = list(sequence.tokens), sequence.goal(_AHEAD)
-            sequence.errand = self._send(errands.fetch, sequence.space, tokens, goal, self._terms, tight)
+            ahead -= sequence.left
+            if sequence.errand is None:
+                tokens, goal = list(sequence.tokens), sequence.goal(_AHEAD)
+                arguments = sequence.space, tokens, goal, self._terms, tight
+                sequence.errand = self._send(errands.fetch, *arguments, by=self._ushers)
 
     def _collect(self) -> None:
         """Apply the answers that have come. One may send other sequences away (a lost daemon, a failed request); theirs
@@ -134,6 +146,7 @@ class Roster:
             self._apply(item[0], leaving=True)
             self._part(item[0], requeue=item[1])
         self._partings = {parting for parting in self._partings if not parting.done()}
+        self._yielding &= self._partings
 
     def _arrive(self, sequence: Sequence) -> None:
         """The first pages of a sequence have come, or not."""
@@ -194,6 +207,12 @@ class Roster:
         return None
 
     def _send_errands(self) -> None:
+        """Publish what is whole, and reserve ahead of need. While frames are short, only for those that cannot go on, and
+        the oldest first: there would be no end to the errands of the others."""
+        now = time.monotonic()
+        tight = now < self._tight
+        terms = replace(self._terms, reserve=_HASTE) if tight else self._terms
+        self._reserving = {errand for errand in self._reserving if not errand.done()}
         for sequence in self.running:
             if sequence.errand is not None:
                 continue
@@ -204,15 +223,24 @@ class Roster:
                 self._asked[id(sequence)] = pages
                 tokens = sequence.tokens[: sequence.computed]
                 sequence.errand = self._send(errands.publish, sequence.space, tokens, pages, self._terms, self._event())
-            elif sequence.short_of(_AHEAD) and time.monotonic() >= self._next_admission:
+                continue
+            if tight and (sequence.capacity > sequence.computed or len(self._reserving) >= 8 * _CLERKS):
+                continue
+            if sequence.short_of(_AHEAD) and not self._making_room:
                 first, goal = len(sequence.pages), sequence.goal(_AHEAD)
-                sequence.errand = self._send(errands.reserve, sequence.space, first, goal, self._terms)
+                sequence.errand = self._send(errands.reserve, sequence.space, first, goal, terms)
+                self._reserving.add(sequence.errand)
 
     def keep_house(self) -> None:
         """What is done beside a forward pass: send for pages, and take in what has come."""
         self._send_errands()
         self._collect()
         self._admit()
+
+    @property
+    def _making_room(self) -> bool:
+        """Whether a sequence is on its way out whose frames are for those that lack some."""
+        return bool(self._yielding) or any(requeue for _, requeue in self._leaving)
 
     def _run_short(self) -> None:
         now = time.monotonic()
@@ -227,7 +255,7 @@ class Roster:
             return
         sequence.lacking = True
         self._expire(sequence, error)
-        if sequence.state is State.RUNNING:
+        if sequence.state is State.RUNNING and not self._making_room:
             self.counters["preempted"] += 1
             self._leave(max(self.running, key=_age), requeue=True)
 
@@ -277,7 +305,10 @@ class Roster:
         leftovers.drop(whole)
         whole = [page for page in whole if page.refs == 0]
         if whole or leftovers:
-            self._partings.add(self._send(errands.part, sequence.space, tokens, whole, leftovers, self._event()))
+            parting = self._send(errands.part, sequence.space, tokens, whole, leftovers, self._event())
+            self._partings.add(parting)
+            if requeue:
+                self._yielding.add(parting)
         if requeue and sequence.state is State.WAITING:
             bisect.insort(self.waiting, sequence, key=_age)
 
@@ -314,8 +345,8 @@ class Roster:
                 sequence.request.fail(error)
                 sequence.state = State.ENDED
 
-    def _send(self, errand: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        future = self._clerks.submit(errand, *arguments)
+    def _send(self, errand: Callable[..., Any], *arguments: Any, by: ThreadPoolExecutor | None = None) -> Future[Any]:
+        future = (by or self._clerks).submit(errand, *arguments)
         future.add_done_callback(lambda _: self._wake.set())
         return future
 

@@ -102,6 +102,7 @@ class Worker:
         self._next_opening = 0.0
         self.roster = Roster(
             most=max_batch,
+            ahead=4 * self.step_tokens,
             terms=Terms(tier or ("cuda" if on_gpu else "any"), borrow=10.0, reserve=0.25),
             patience=patience,
             event=self._event,
