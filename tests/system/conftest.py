@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -45,23 +45,34 @@ class Process:
     """A child of the test whose first line of output says that it is ready."""
 
     def __init__(
-        self, *command: str, errors: Path, environment: dict[str, str] | None = None, python: str = sys.executable
+        self,
+        *command: str,
+        errors: Path,
+        environment: dict[str, str] | None = None,
+        python: str = sys.executable,
+        keeps: Sequence[int] = (),
     ) -> None:
-        self.errors = errors
         with errors.open("ab") as log:
-            self.process: subprocess.Popen[bytes] = subprocess.Popen(
+            process: subprocess.Popen[bytes] = subprocess.Popen(
                 [python, "-m", *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=_ENVIRONMENT | (environment or {}),
                 cwd=ROOT,
+                pass_fds=keeps,
             )
+        self.adopt(process, errors)
+
+    def adopt(self, process: Any, errors: Path) -> None:
+        """Have `process`, a Popen or what acts as one, whose errors go to that file."""
+        self.process = process
+        self.errors = errors
         self._output = b""
 
     @property
     def pid(self) -> int:
-        return self.process.pid
+        return int(self.process.pid)
 
     def line(self, within: float = PATIENCE) -> str:
         """The next line of its output, "" if it ended."""
@@ -85,7 +96,7 @@ class Process:
         self.process.wait(PATIENCE)
 
     def wait(self, within: float = PATIENCE) -> int:
-        return self.process.wait(within)
+        return int(self.process.wait(within))
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,15 @@ import zmq
 
 from kvtier.keys import Namespace
 from kvtier_client import NamespaceClient
-from tests.system.conftest import ROOT, Daemon, eventually
-from tests.vllm.conftest import BLOCK, MODEL, PYTHON, Engine, MakeEngine
-from tests.vllm.test_engines import cached_of, forget, nothing_is_held, prompt, tokens_of
+from tests.system.conftest import Daemon, eventually
+from tests.vllm.conftest import BLOCK, Engine, MakeEngine
+from tests.vllm.test_engines import cached_of, forget, nothing_is_held, prompt, spoil, tokens_of
 
 pytestmark = pytest.mark.timeout(600)
 
+TWO = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+"""A core a rank."""
 INSIDE = "inside = llm.llm_engine.engine_core.engine_core.scheduler.connector\n"
-
-
-def make_model(folder: Path) -> None:
-    command = [str(PYTHON), "-m", "tests.vllm.models", str(folder), str(MODEL)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
 
 
 def spaces_of(engine: Engine) -> list[list[Namespace]]:
@@ -37,11 +33,9 @@ def spaces_of(engine: Engine) -> list[list[Namespace]]:
     return [[msgspec.msgpack.decode(bytes.fromhex(one), type=Namespace) for one in ranks] for ranks in packed]
 
 
-def test_two_ranks_and_layers_with_windows(engines: MakeEngine, shared: Daemon, room: Path) -> None:
+def test_two_ranks_and_layers_with_windows(engines: MakeEngine, shared: Daemon) -> None:
     """A page for each rank and group, twelve in all: a hit needs every one, and a failed load of one fails the load."""
-    make_model(room / "windows")
-    two = {"tensor_parallel_size": 2, "model": str(room / "windows")}
-    engine = engines(shared.endpoint, environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, **two)
+    engine = engines(shared.endpoint, environment=TWO, make="windows", tensor_parallel_size=2)
     asked = [prompt(1, 300), prompt(2, 4 * BLOCK), prompt(3, 20)]
     cold = engine.generate(*asked)
     assert cached_of(cold) == [0, 0, 0]
@@ -91,12 +85,7 @@ def test_two_ranks_and_layers_with_windows(engines: MakeEngine, shared: Daemon, 
         # The control: with other bytes in the windows' pages alone, it says something else.
         until_saved({9 + 4, 9}, asked[0])
         forget(engine)
-        for one in (one for ranks in spaces[:5] for one in ranks):
-            space = NamespaceClient(client, one)
-            for page in client.inventory(space.seed)["pages"]:
-                with space.borrow([bytes.fromhex(page["key"])]) as lease:
-                    for view in lease:
-                        view.numpy().view("f4")[...] *= -1.5
+        spoil(client, (one for ranks in spaces[:5] for one in ranks))
         spoiled = engine.generate(asked[0])
         assert cached_of(spoiled) == [9 * BLOCK] and tokens_of(spoiled) != tokens_of(cold)[:1]
         eventually(lambda: nothing_is_held(client), "no lease and no reservation is left")

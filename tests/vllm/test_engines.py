@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 import pytest
 
 from kvtier.keys import Namespace
+from kvtier.layout import EngineLayout
 from kvtier_client import Client, NamespaceClient
 from tests.system.conftest import Daemon, eventually
 from tests.vllm.conftest import BLOCK, Engine, MakeEngine
@@ -46,6 +47,20 @@ def nothing_is_held(client: Client) -> bool:
     return bool(held == 0 and sessions["quarantined_frames"] == 0)
 
 
+def spoil(client: Client, spaces: Iterable[Namespace]) -> None:
+    """Put other bytes into their pages, under the keys that they have: every number with its other sign."""
+    for named in spaces:
+        space = NamespaceClient(client, named)
+        assert isinstance(named.layout, EngineLayout)
+        width = 4 if "float32" in named.layout.arrangement else 1
+        pages = client.inventory(space.seed)["pages"]
+        assert pages, "there are some"
+        for page in pages:
+            with space.borrow([bytes.fromhex(page["key"])]) as lease:
+                for one in lease:
+                    one.numpy()[..., width - 1 :: width] ^= 0x80
+
+
 @pytest.fixture(scope="module")
 def plain(engines: MakeEngine) -> Engine:
     """Without kvtier: what every other must say."""
@@ -60,7 +75,7 @@ def first(engines: MakeEngine, shared: Daemon) -> Engine:
 @pytest.fixture(scope="module")
 def second(engines: MakeEngine, shared: Daemon) -> Callable[[], Engine]:
     """Another process, with another PYTHONHASHSEED; started when it is first asked for."""
-    return functools.cache(lambda: engines(shared.endpoint, environment={"PYTHONHASHSEED": "123"}))
+    return functools.cache(lambda: engines(shared.endpoint, environment={"PYTHONHASHSEED": "123"}, anew=True))
 
 
 def test_a_second_engine_starts_warm_and_says_the_same(
@@ -151,15 +166,7 @@ def test_only_right_bytes_give_right_tokens(plain: Engine, first: Engine, shared
         "import msgspec; result = [msgspec.msgpack.encode(one).hex() for one in worker()._spaces.values()]"
     )
     with shared.client() as client:
-        space = NamespaceClient(client, msgspec.msgpack.decode(bytes.fromhex(packed), type=Namespace))
-        pages = client.inventory(space.seed)["pages"]
-        spoilt = 0
-        for page in pages:
-            with space.borrow([bytes.fromhex(page["key"])]) as lease:
-                for one in lease:
-                    one.numpy().view("f4")[...] *= -1.5
-                    spoilt += 1
-    assert spoilt
+        spoil(client, [msgspec.msgpack.decode(bytes.fromhex(packed), type=Namespace)])
     spoiled = first.generate(asked)
     assert cached_of(spoiled) == [9 * BLOCK] and tokens_of(spoiled) != wanted
     with shared.client() as client:
