@@ -29,7 +29,7 @@ PAGE = 2 << 20
 SMALL = 1000  # keys of a batched lookup
 SECONDS = 0.5  # a rate is measured for so long, three times
 SINGLES = 300  # gets of one page, of which the median counts
-WARM = 3  # rounds before those that count: by then every byte of a long-lived worker's memory has been touched
+WARM = 6  # rounds before those that count: by then every byte of a long-lived worker's and server's memory has been touched
 
 
 class Store(Protocol):
@@ -262,6 +262,17 @@ def measure(place: str, name: str, variant: str, pages: int, rounds: int) -> Non
     )
 
 
+def in_turn(place: str, variant: str, pages: int) -> None:
+    """A put for each line of standard input, until it ends; with a memcpy after it, to hold it against."""
+    writer = Worker(place, "writer", variant, pages)
+    try:
+        for turn, _ in enumerate(sys.stdin):
+            took = writer("put", turn % 20)
+            event(put=pages * PAGE / 1e9 / took, memcpy=writer("memcpy"))
+    finally:
+        writer.end()
+
+
 def main(
     make: Callable[[str, str, str, int], Store],
     servers: Callable[[str, int], AbstractContextManager[object]],
@@ -274,10 +285,15 @@ def main(
     parser = argparse.ArgumentParser()
     parser.add_argument("--pages", type=int, required=True)
     parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--in-turn", action="store_true", help="only puts of the first variant, when told to")
     given = parser.parse_args()
     loopback_up()
     with tempfile.TemporaryDirectory(prefix="kvp-") as place:
         os.environ["HOME"] = place
+        if given.in_turn:
+            with servers(place, given.pages):
+                in_turn(place, next(iter(variants)), given.pages)
+            return 0
         for variant, name in variants.items():  # each with servers of its own, which know nothing of the last
             try:
                 with servers(place, given.pages):

@@ -29,12 +29,10 @@ class Store:
         self.space.evict()
 
     def put(self, turn: int) -> None:
-        keys = self.chains[turn]
-        for start in range(0, len(keys), 64):
-            with self.space.reserve(keys[: start + 64], start=start, timeout=60) as reservation:
-                for page, data in zip(reservation, self.source[start:], strict=False):
-                    np.copyto(np.frombuffer(page.view, np.uint8), data)
-                reservation.commit()
+        with self.space.reserve(self.chains[turn], timeout=60) as reservation:
+            for page, data in zip(reservation, self.source, strict=True):
+                np.copyto(np.frombuffer(page.view, np.uint8), data)
+            reservation.commit()
 
     def prepare(self, turn: int, pages: int) -> None:
         pass
