@@ -136,6 +136,7 @@ class StreamLane(Lane):
                 for job in given_up:
                     job.error = lost
                 self.report(given_up)
+                self._picked_up.set()
                 continue
             if slabs:
                 self._change(slabs)
