@@ -128,10 +128,10 @@ def mla(layout: LatentLayout, rows: int, device: Device = None) -> Choice:
     if interpreting() and not isinstance(device, int):
         return Choice(block=16 if layout.unit_tokens == 16 else 32, warps=4, stages=1, rows=16, sms=3)
     few = rows <= 16
-    choice = Choice(block=64, warps=4 if few else 8, stages=3 if few else 2, per_sm=1, rows=16 if few else 64)
+    choice = Choice(block=64, warps=8, stages=3 if few else 2, per_sm=1, rows=16 if few else 64)
     # Elsewhere than on Hopper these are what fits without spills; they were compiled, and never run.
     if device is not None and not 90 <= capability(device) < 100:
-        choice = choice._replace(warps=8, stages=2) if few else choice._replace(block=32, rows=32)
+        choice = choice._replace(stages=2) if few else choice._replace(block=32, rows=32)
     if layout.dtype == "float32":
         choice = Choice(block=16, warps=4, stages=1, per_sm=1, rows=16)
     if not few and device is not None and warpgroups(layout, device):
