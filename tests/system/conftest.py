@@ -24,11 +24,12 @@ from tests.system.pages import open_space
 PATIENCE = 30.0
 """Seconds after which something that should happen is taken not to."""
 ROOT = Path(__file__).parents[2]
+PYTHONPATH = os.pathsep.join(
+    [*(str(ROOT / part) for part in (".", "daemon", "client", "kernels")), os.environ.get("PYTHONPATH", "")]
+)
 _ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith("KVTIER")},
-    "PYTHONPATH": os.pathsep.join(
-        [*(str(ROOT / part) for part in (".", "daemon", "client", "kernels")), os.environ.get("PYTHONPATH", "")]
-    ),
+    "PYTHONPATH": PYTHONPATH,
     "PYTHONDONTWRITEBYTECODE": "1",
 }
 

@@ -1,7 +1,8 @@
 """Real vLLM engines, in processes of another environment than the tests': vLLM brings a torch of its own.
 
 `KVTIER_VLLM` names a folder that `.ci/vllm` has filled; its default is where that puts it. Without one, tests that need an
-engine are skipped, and say so; where the variable is set they are not.
+engine are skipped, and say so; where the variable is set they are not. `KVTIER_VLLM_VERSION` has every engine be of another
+version of vLLM, one that `.ci/vllm` has put beside the first.
 """
 
 from __future__ import annotations
@@ -21,16 +22,36 @@ from typing import Any
 
 import pytest
 
-from tests.system.conftest import Daemon, Process
+from tests.system.conftest import PYTHONPATH, Daemon, Process
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier-ci" / "vllm"
 HOME = Path(os.environ.get("KVTIER_VLLM") or CACHE)
 PYTHON = HOME / "venv" / "bin" / "python"
 MODEL = HOME / "model"
 BLOCK = 32
+VERSION = os.environ.get("KVTIER_VLLM_VERSION", "")
 START = 180.0
 """Seconds that an engine may take to come up, and `ANSWER` a step of a test."""
 ANSWER = 120.0
+
+
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",  # several engines and tests share the cores
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def version(number: str) -> dict[str, str]:
+    """The environment of an engine of that version."""
+    return {"PYTHONPATH": os.pathsep.join((str(HOME / "versions" / number), PYTHONPATH)), "VLLM_TARGET_DEVICE": "cpu"}
+
+
+if VERSION:
+    _ENVIRONMENT |= version(VERSION)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -160,14 +181,6 @@ class Engine(Process):
         assert self.wait(60) == 0, self.log()[-4000:]
 
 
-_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",  # several engines and tests share the cores
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 MakeEngine = Callable[..., Engine]
 
 

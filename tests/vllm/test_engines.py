@@ -47,6 +47,14 @@ def nothing_is_held(client: Client) -> bool:
     return bool(held == 0 and sessions["quarantined_frames"] == 0)
 
 
+def engine_space(engine: Engine) -> Namespace:
+    """Of an engine of one rank and one kind of layer."""
+    (packed,) = engine.do(
+        "import msgspec; result = [msgspec.msgpack.encode(one).hex() for one in worker()._spaces.values()]"
+    )
+    return msgspec.msgpack.decode(bytes.fromhex(packed), type=Namespace)
+
+
 def spoil(client: Client, spaces: Iterable[Namespace]) -> None:
     """Put other bytes into their pages, under the keys that they have: every number with its other sign."""
     for named in spaces:
@@ -162,11 +170,8 @@ def test_only_right_bytes_give_right_tokens(plain: Engine, first: Engine, shared
     forget(first)
     assert tokens_of(first.generate(asked)) == wanted == tokens_of(plain.generate(asked))
     forget(first)
-    (packed,) = first.do(
-        "import msgspec; result = [msgspec.msgpack.encode(one).hex() for one in worker()._spaces.values()]"
-    )
     with shared.client() as client:
-        spoil(client, [msgspec.msgpack.decode(bytes.fromhex(packed), type=Namespace)])
+        spoil(client, [engine_space(first)])
     spoiled = first.generate(asked)
     assert cached_of(spoiled) == [9 * BLOCK] and tokens_of(spoiled) != wanted
     with shared.client() as client:
@@ -282,6 +287,7 @@ def test_a_connector_that_serves_nothing_answers_everything(plain: Engine) -> No
         "    result.append(str(error))\n"
         "config.kv_transfer_config.kv_connector_extra_config = {}\n"
         "versions.tells_failed_requests = lambda: False\n"
+        "caches.hash_block_size = groups[0].kv_cache_spec.block_size\n"
         "answers([*groups, *groups])\n"
         "a, b = (connector.KVTierWorkerMetadata(Heard({name})) for name in 'ab')\n"
         "assert a.aggregate(b).heard.failed == {'a', 'b'}\n"

@@ -236,7 +236,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._unserved = next((one.unserved for one in told if one.unserved), "")
             if not self._unserved and len(told) < ranks:
                 self._unserved = (
-                    f"{len(told)} of {ranks} ranks told their namespaces: pipelines need vLLM 0.32 or newer"
+                    f"{len(told)} of {ranks} ranks told their namespaces, and a hit must be one on all of them"
                 )
             if self._unserved:
                 self._say_unserved()

@@ -197,12 +197,12 @@ class Worker:
                     missing |= {block for page in run.blocks for block in page if block >= 0}
                     self._complain("a load failed, and its tokens are computed", error)
         finally:
-            with self._lock:
+            self._tally.add(loads=1, load_seconds=time.perf_counter() - started, failed_loads=bool(missing))
+            with self._lock:  # last: what is over has been counted
                 self._missing |= missing
                 if missing:
                     self._failed.add(load.request)
                 self._finished.add(load.request)
-            self._tally.add(loads=1, load_seconds=time.perf_counter() - started, failed_loads=bool(missing))
 
     def _fill(self, load: Load, run: Pages, generation: str, before: Any) -> set[int]:
         """Fill what can be had of a run; the blocks that could not be."""
