@@ -60,7 +60,7 @@ def borrows(space: NamespaceClient, keys: list[bytes], seconds: float) -> list[f
     return times
 
 
-def lookups(space: NamespaceClient, keys: list[bytes], seconds: float) -> list[float]:
+def locates(space: NamespaceClient, keys: list[bytes], seconds: float) -> list[float]:
     """The same of lookups of all keys with their tiers, in which the daemon is what works."""
     times = []
     end = time.perf_counter() + seconds
@@ -102,7 +102,7 @@ def bench(directory: Path, rounds: int) -> list[Row]:
             return Turn(times, processor_time(pids[number]) - before)
 
         rows = []
-        for name, work in (("borrow and release", borrows), ("lookup of 1,000 keys", lookups)):
+        for name, work in (("borrow and release", borrows), ("locate 1,000 keys", locates)):
             say(f"{name}: {rounds} rounds of {len(SIDES)} turns of {TURN:.0f} s")
             turns: dict[str, list[Turn]] = {side: [] for side in SIDES}
             for number in range(rounds):
