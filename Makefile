@@ -5,23 +5,29 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
+# Test files that run beside each other. JOBS=0: one after another, in one process, as where there is a GPU to share.
+JOBS ?= $(if $(wildcard /dev/nvidia[0-9]*),0,2)
+VERSIONS ?=
+
+BESIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help test vllm lint demo format clean
 
 help:
-	@echo "make test     lint, types, layers and tests (PYTEST_ARGS='-k name' to choose)"
-	@echo "make vllm     real vLLM for the CPU (3.5 GB, once), and the tests that need it"
+	@echo "make test     lint, types, layers and tests (PYTEST_ARGS='-k name' to choose, JOBS=0 for one process)"
+	@echo "make vllm     real vLLM for the CPU (3.5 GB, once), and the tests that need it; VERSIONS='0.29.0' for others too"
 	@echo "make demo     a real model's KV pages cross processes, tiers and a restart of kvtierd"
 	@echo "make lint     the first half of make test; make format mends what a machine can"
 	@echo "make clean    remove .venv and caches"
 
 test: lint
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest $(BESIDE) -m 'not alone' $(PYTEST_ARGS)
+	$(BIN)/pytest -m alone $(PYTEST_ARGS) || [ $$? = 5 ]  # none was chosen
 
 vllm: $(VENV)/.dev
-	place=$$(.ci/vllm) && KVTIER_VLLM=$$place $(BIN)/pytest tests/vllm $(PYTEST_ARGS)
+	place=$$(.ci/vllm 0.26.0 0.33.0 $(VERSIONS)) && KVTIER_VLLM=$$place $(BIN)/pytest $(BESIDE) tests/vllm $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

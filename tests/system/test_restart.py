@@ -58,6 +58,7 @@ def test_death_between_two_steps_of_the_write_path(make: MakeDaemon, step: str, 
         assert read(space, keys) == 36
 
 
+@pytest.mark.alone
 def test_twenty_kills_leave_nothing_behind(make: MakeDaemon) -> None:
     daemon = make(host="32MiB", slab="1MiB")
     before = _shared()
