@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,10 +22,12 @@ FOLDER = Path(__file__).parents[2] / ".cache" / "demo" / "smollm2-135m"
 
 @functools.cache
 def load() -> tuple[Any, Any]:
-    """(model, tokenizer), unpacked first if `make demo` has not done so."""
-    if not smollm.is_unpacked(FOLDER):
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        smollm.unpack(FOLDER)
+    """(model, tokenizer), unpacked first if `make demo` has not done so: by one process, while others that want it wait."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with open(FOLDER / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not smollm.is_unpacked(FOLDER):
+            smollm.unpack(FOLDER)
     return smollm.load(FOLDER)
 
 
