@@ -18,6 +18,8 @@ pytestmark = pytest.mark.timeout(600)
 
 OLDEST, NEWEST = "0.26.0", "0.33.0"
 """What CI has; others are looked at where `.ci/vllm VERSION` has put them."""
+LOSE_COUNTS = {"0.26.0", "0.27.1"}
+"""`LLM` of these does not count what happens in a step that gives no token; their servers do."""
 PLACES = {one.name for one in (HOME / "versions").glob("0.*")}
 
 
@@ -52,7 +54,9 @@ def test_another_version(number: str, engines: MakeEngine, shared: Daemon) -> No
     engine.settle()
     forget(engine)
     counted = engine.do("result = {one.name: one.value for one in llm.get_metrics() if hasattr(one, 'value')}")
-    assert counted["vllm:kvtier_failed_loads"] > 0 and counted["vllm:kvtier_loaded_tokens"] >= 3 * BLOCK
+    assert counted["vllm:kvtier_saved_pages"] >= 3
+    if number not in LOSE_COUNTS:
+        assert counted["vllm:kvtier_failed_loads"] > 0 and counted["vllm:kvtier_loaded_tokens"] >= 3 * BLOCK
     with shared.client() as client:
         spoil(client, [engine_space(engine)])
         spoiled = engine.generate(asked[0])
