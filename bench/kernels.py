@@ -1,6 +1,8 @@
 """Speed of the kernels against the device's limits and, with --flashinfer, against FlashInfer, in one run.
 
-    python bench/kernels.py [--flashinfer] [--only decode precision prefill mla host copy]
+    python bench/kernels.py [--flashinfer] [--torch] [--vllm] [--only decode precision prefill mla host copy peers]
+
+--torch adds cuDNN and FlashAttention 2 on contiguous K and V and paged FlexAttention, --vllm its unified Triton kernel.
 
 Needs a CUDA GPU with 100 GB. Launches are timed as captured graphs with a cold L2, median of 15
 (`kvtier_kernels.measure`). What is timed is compared first: with plain PyTorch on a part, a peer with our output.
@@ -10,6 +12,7 @@ Needs a CUDA GPU with 100 GB. Launches are timed as captured graphs with a cold 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import kernels_peers as peers
+import kernels_peers_torch as others
 from kernels_peers import DIM, HEADS, KV_HEADS
 
 from kvtier.layout import AttentionLayout, LatentLayout
@@ -166,6 +170,42 @@ def bench_prefill(flashinfer: bool, limit: dict[str, float]) -> None:
         print(line, flush=True)
 
 
+def bench_peers(which: list[str]) -> None:
+    """Decode and prefill over units of 64 against other peers than FlashInfer. Each is let go before the next starts."""
+    print(f"decode, bf16, unit 64: GB/s of KV of ours, {', '.join(which)}; cudnn and flash read contiguous K and V")
+    layout = layout_of("bfloat16", 64)
+    for name in [*(n for n in DECODE if n != "1x1M"), "prefill"]:
+        prefilling = name == "prefill"
+        batch, length = (1, 32768) if prefilling else DECODE[name]
+        rows, order, table, lengths = problem(layout, batch, length)
+        q = torch.randn(8192 if prefilling else batch, HEADS, DIM, device="cuda").bfloat16()
+        cu = torch.tensor([0, len(q)], dtype=torch.int32, device="cuda")
+        cache = rows.view(torch.bfloat16).view(-1, 2, KV_HEADS, 64, DIM)
+        keys, values = others.contiguous(cache, order, batch)
+        if prefilling:
+            work = 4e-12 * HEADS * DIM * (len(q) * (length - len(q)) + len(q) * (len(q) + 1) / 2)
+            print("prefill, 8k queries at the end of 32k, bf16, unit 64: TFLOP/s; cudnn masks no chunk at the end")
+            ours = lambda: prefill(q, cu, table, lengths, layout, 0, most_queries=len(q))[0]
+        else:
+            work = batch * length * FLOAT_BYTES / 1e9
+            ours = lambda: decode(q, table, lengths, layout, 0)[0]
+        launches: dict[str, Callable[[], Callable[[], torch.Tensor]]] = {
+            "cudnn": lambda: others.sdpa_decode(q, keys, values, "cudnn"),
+            "flash": lambda: (
+                others.flash_prefill(q, keys, values) if prefilling else others.sdpa_decode(q, keys, values, "flash")
+            ),
+            "flex": lambda: others.flex(q, keys, values, 64),
+            "vllm": lambda: others.vllm_unified(q, cache, order, batch),
+        }
+        if prefilling:
+            del launches["cudnn"]
+        want, line = ours(), f"ours {work / seconds(ours):7.0f}"
+        for peer in which:
+            took = against(f"{peer} {name}", launches[peer], want) if peer in launches else None
+            line += f", {peer} {work / took:7.0f}" if took else f", {peer}       -"
+        print(f"  {name:>7}: {line}", flush=True)
+
+
 def bench_mla(flashinfer: bool) -> None:
     print("mla decode, 8x32k, 512 + 64, bf16, unit 64: GB/s of latents | us | x FlashInfer fa3")
     layout = LatentLayout(layers=1, unit_tokens=64)
@@ -237,8 +277,19 @@ def bench_copy(limit: dict[str, float]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--flashinfer", action="store_true", help="time FlashInfer too; it must be installed")
-    parser.add_argument("--only", nargs="+", default=["decode", "precision", "prefill", "mla", "host", "copy"])
+    parser.add_argument(
+        "--torch", action="store_true", help="time what PyTorch offers: cuDNN, FlashAttention, FlexAttention"
+    )
+    parser.add_argument(
+        "--vllm", action="store_true", help="time vLLM's unified Triton kernel, where it can be imported"
+    )
+    parser.add_argument("--only", nargs="+", default=["decode", "precision", "prefill", "mla", "host", "copy", "peers"])
     options = parser.parse_args()
+    which = ["cudnn", "flash", "flex"] * options.torch
+    if options.vllm and importlib.util.find_spec("vllm") is None:
+        print("vllm: skipped, it is not installed")
+    elif options.vllm:
+        which.append("vllm")
     start = time.perf_counter()
     limit = limits()
     choices = [f"{n} {tuple(c)}" for n, c in (
@@ -254,6 +305,7 @@ def main() -> None:
         "mla": lambda: bench_mla(options.flashinfer),
         "host": lambda: bench_host(limit),
         "copy": lambda: bench_copy(limit),
+        "peers": lambda: bench_peers(which) if which else None,
     }
     for name in options.only:
         try:

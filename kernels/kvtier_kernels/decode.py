@@ -1,7 +1,7 @@
 """Decode: attention of the last one or few tokens of each sequence over its whole paged context.
 
-One launch reads units wherever their addresses point. Rows of a tile are the query tokens times the heads that share a
-kv head. `plan` says how the work is cut among programs; a second, small launch merges the segments that were cut. Both
+One launch reads units wherever their addresses point. The query tokens times the heads that share a kv head are the
+columns of a tile (`decode_tiles`). `plan` says how the work is cut among programs; a second, small launch merges the segments that were cut. Both
 read lengths on the device and allocate nothing that depends on them, so a CUDA graph captured once serves any lengths
 up to the table's width.
 
@@ -21,9 +21,11 @@ import triton.language as tl
 from kvtier.layout import AttentionLayout, DType
 from kvtier_kernels import checks, tuning
 from kvtier_kernels.addressing import layouts_of, tag_of
+from kvtier_kernels.decode_tiles import BACK, fold, load_columns
 from kvtier_kernels.merge import merge_states
-from kvtier_kernels.plan import locate, pick, spans
-from kvtier_kernels.tiles import MASKED, attend, load_queries, piece_dim, settle
+from kvtier_kernels.plan import locate, pick, share_of, spans
+from kvtier_kernels.tiles import MASKED, entry_index, piece_dim, settle
+from kvtier_kernels.widening import INT4
 
 LOG2E = 1.4426950408889634
 MOST_ROWS = 64
@@ -50,11 +52,12 @@ def decode_kernel(
     lens, firsts, counts = spans(LENGTHS, index, batch, width, T, window, U, BLOCK, WINDOW)
     ends = tl.cumsum(counts, 0)
     total = tl.sum(counts, 0) * HEADS
-    share = tl.cdiv(total, tl.num_programs(0))
+    share = share_of(counts, total, tl.num_programs(0), batch, HEADS)
     tile = p * share
     stop = tl.minimum(tile + share, total)
     r = tl.arange(0, ROWS)
     c = tl.arange(0, C)
+    n0 = tl.arange(0, BLOCK)
     while tile < stop:
         sequence, start = locate(counts, ends, index, tile, HEADS)
         count = pick(counts, index, sequence)
@@ -70,31 +73,35 @@ def decode_kernel(
         real = query < T * G
         wide = sequence.to(tl.int64)
         rows = Q + wide * s_qb + t.to(tl.int64) * s_qt + h.to(tl.int64) * s_qh
-        q0, q1, factor = load_queries(rows, real, 1, D, W, KIND)
+        row = TABLE + wide * s_table
+        past = tl.maximum(length - 1, 0)
+        entry = tl.load(row + entry_index(first, n0, past, U, BLOCK))
+        q0, q1, factor = load_columns(rows, real, D, W, KIND)
         positions = length - T + t
         slopes = tl.zeros([ROWS], tl.float32)
         if ALIBI:
             slopes = tl.load(SLOPES + h, mask=real, other=0.0) * 1.4426950408889634
-        row = TABLE + wide * s_table
-        acc0 = tl.zeros([ROWS, C], tl.float32)
-        acc1, acc2, acc3, unit = acc0, acc0, acc0, tl.full([], 1.0, tl.float32)
+        acc0 = tl.zeros([C, ROWS], tl.float32)
+        acc1, acc2, acc3 = acc0, acc0, acc0
+        unit = tl.full([], BACK if KIND == INT4 else 1.0, tl.float32)
         m = tl.full([ROWS], MASKED, tl.float32)
         l = tl.zeros([ROWS], tl.float32)
         end = first + here
         if not (MIXED or WINDOW):
             # Tiles that every query token sees whole need no masks, which cost a third of a tile's instructions.
             whole = tl.minimum(end, tl.maximum(length - T + 1, 0) // BLOCK)
-            m, l, acc0, acc1, acc2, acc3, unit = attend(
-                q0, q1, factor * scale, positions, slopes, m, l, acc0, acc1, acc2, acc3, unit, row, first, whole,
+            m, l, acc0, acc1, acc2, acc3, unit = fold(
+                q0, q1, factor * scale, positions, slopes, m, l, acc0, acc1, acc2, acc3, unit, row, entry, first, whole,
                 length, layer, layers, head, softcap, window, HK, D, W, C, U, BLOCK, PIECES, KIND, STORED, TAG, MIXED, False,
-                False, WINDOW, SOFTCAP, ALIBI, False, FAST, STAGES,
+                False, WINDOW, SOFTCAP, ALIBI, FAST, STAGES,
             )  # fmt: skip
             first = tl.maximum(whole, first)
         if first < end:
-            m, l, acc0, acc1, acc2, acc3, unit = attend(
-                q0, q1, factor * scale, positions, slopes, m, l, acc0, acc1, acc2, acc3, unit, row, first, end,
+            entry = tl.load(row + entry_index(first, n0, past, U, BLOCK))
+            m, l, acc0, acc1, acc2, acc3, unit = fold(
+                q0, q1, factor * scale, positions, slopes, m, l, acc0, acc1, acc2, acc3, unit, row, entry, first, end,
                 length, layer, layers, head, softcap, window, HK, D, W, C, U, BLOCK, PIECES, KIND, STORED, TAG, MIXED, True,
-                T > 1, WINDOW, SOFTCAP, ALIBI, False, FAST, STAGES if MIXED or WINDOW else 1,
+                T > 1, WINDOW, SOFTCAP, ALIBI, FAST, STAGES if MIXED or WINDOW else 1,
             )  # fmt: skip
         if here == count:
             sink = tl.zeros([ROWS], tl.float32)
@@ -102,23 +109,21 @@ def decode_kernel(
                 sink = tl.load(SINKS + h, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
             norm, lse = settle(m, l, unit, sink, SINK)
             out = OUT + wide * s_ob + t.to(tl.int64) * s_ot + h.to(tl.int64) * s_oh
-            store_piece(out, acc0 * norm[:, None], real, 0, D, C, PIECES, KIND)
-            if PIECES >= 2:
-                store_piece(out, acc1 * norm[:, None], real, 1, D, C, PIECES, KIND)
+            store_columns(out, acc0 * norm[None, :], real, 0, D, C, PIECES, KIND)
             if PIECES == 4:
-                store_piece(out, acc2 * norm[:, None], real, 2, D, C, PIECES, KIND)
-                store_piece(out, acc3 * norm[:, None], real, 3, D, C, PIECES, KIND)
+                store_columns(out, acc1 * norm[None, :], real, 1, D, C, PIECES, KIND)
+                store_columns(out, acc2 * norm[None, :], real, 2, D, C, PIECES, KIND)
+                store_columns(out, acc3 * norm[None, :], real, 3, D, C, PIECES, KIND)
             tl.store(LSE + (wide * T + t) * (HK * G) + h, lse * 0.6931471805599453, mask=real)
         else:
             norm, lse = settle(m, l, unit, l, False)
             slot = (p * 2 + (tile > p * share).to(tl.int32)).to(tl.int64) * ROWS + r
-            parts = PARTS + slot[:, None] * (PIECES * C) + c[None, :]
-            tl.store(parts, acc0 * norm[:, None])
-            if PIECES >= 2:
-                tl.store(parts + C, acc1 * norm[:, None])
+            parts = PARTS + slot[None, :] * (PIECES * C) + c[:, None]
+            tl.store(parts, acc0 * norm[None, :])
             if PIECES == 4:
-                tl.store(parts + 2 * C, acc2 * norm[:, None])
-                tl.store(parts + 3 * C, acc3 * norm[:, None])
+                tl.store(parts + C, acc1 * norm[None, :])
+                tl.store(parts + 2 * C, acc2 * norm[None, :])
+                tl.store(parts + 3 * C, acc3 * norm[None, :])
             tl.store(PART_LSE + slot, lse)
         tile += here
 
@@ -128,17 +133,26 @@ def combine_kernel(
     LENGTHS, SINKS, OUT, LSE, PARTS, PART_LSE, window, batch, width, programs, s_ob, s_ot, s_oh,
     T: tl.constexpr, G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, C: tl.constexpr, U: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BATCH: tl.constexpr, PIECES: tl.constexpr, KIND: tl.constexpr,
-    WINDOW: tl.constexpr, SINK: tl.constexpr, CHUNK: tl.constexpr, CHAIN: tl.constexpr,
+    WINDOW: tl.constexpr, SINK: tl.constexpr, CHUNK: tl.constexpr, CHAIN: tl.constexpr, ALIKE: tl.constexpr = False,
 ):  # fmt: skip
-    """Merge the parts of each cut segment: program p owns the segment in which tile p * share is the first cut."""
+    """Merge the parts of each cut segment: program p serves the segment that tile p * share cuts.
+
+    Of the programs that cut one segment the first merges it, or if there are many the first FEW merge a share of the
+    columns each, CHUNK parts at a time. ALIKE: shares are those of
+    `share_of`, and not plainly even.
+    """
     p = tl.program_id(0) + 1
     row = tl.program_id(1)
     HEADS: tl.constexpr = HK * BLOCKS
+    FEW: tl.constexpr = 4
     index = tl.arange(0, BATCH)
     _lens, _firsts, counts = spans(LENGTHS, index, batch, width, T, window, U, BLOCK, WINDOW)
     ends = tl.cumsum(counts, 0)
     total = tl.sum(counts, 0) * HEADS
-    share = tl.cdiv(total, programs)
+    if ALIKE:
+        share = share_of(counts, total, programs, batch, HEADS)
+    else:
+        share = tl.cdiv(total, programs)
     cut = p * share
     if CHAIN:
         # Before any way out: what follows this launch may take its end for the end of the one before.
@@ -149,42 +163,71 @@ def combine_kernel(
     count = pick(counts, index, sequence)
     segment = (cut - start) // count
     begin = start + segment * count
-    if (cut == begin) | (cut - share > begin):
-        return
     query = (segment % BLOCKS) * ROWS + row
-    if query >= T * G:
+    if (cut == begin) | (query >= T * G):
         return
+    first = begin // share
     last = (begin + count - 1) // share
+    turn = p - first - 1
+    many = last - first >= FEW
+    if turn >= tl.where(many, FEW, 1):
+        return
+    t = query // G
+    h = (segment // BLOCKS) * G + query % G
+    wide = sequence.to(tl.int64)
+    out = OUT + wide * s_ob + t * s_ot + h * s_oh
+    lse = LSE + (wide * T + t) * (HK * G) + h
+    sink = tl.full([], 0.0, tl.float32)
+    if SINK:
+        sink = tl.load(SINKS + h).to(tl.float32) * 1.4426950408889634
+    if many:
+        merge_parts(
+            PARTS, PART_LSE, out, lse, sink, first, last, share, begin, row, turn, D, C, ROWS, PIECES, KIND, SINK,
+            CHUNK, PIECES * C // FEW,
+        )  # fmt: skip
+    else:
+        merge_parts(
+            PARTS, PART_LSE, out, lse, sink, first, last, share, begin, row, 0, D, C, ROWS, PIECES, KIND, SINK, FEW,
+            PIECES * C,
+        )  # fmt: skip
+
+
+@triton.jit
+def merge_parts(
+    parts, part_lse, out, out_lse, sink, first, last, share, begin, row, turn,
+    D: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr, KIND: tl.constexpr, SINK: tl.constexpr,
+    CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Columns turn * COLUMNS to (turn + 1) * COLUMNS of one query row, from the parts of programs `first` to `last`."""
     each = tl.arange(0, CHUNK)
-    x = tl.arange(0, PIECES * C)
+    x = turn * COLUMNS + tl.arange(0, COLUMNS)
     m = tl.full([], MASKED, tl.float32)
     l = tl.zeros([], tl.float32)
-    acc = tl.zeros([PIECES * C], tl.float32)
-    for start_p in range(p - 1, last + 1, CHUNK):
-        owner = start_p + each
+    acc = tl.zeros([COLUMNS], tl.float32)
+    for start in range(first, last + 1, CHUNK):
+        owner = start + each
         slot = (owner * 2 + (owner * share < begin).to(tl.int32)).to(tl.int64) * ROWS + row
-        lse = tl.load(PART_LSE + slot, mask=owner <= last, other=float("-inf"))
-        parts = tl.load(
-            PARTS + slot[:, None] * (PIECES * C) + x[None, :], mask=(lse > float("-inf"))[:, None], other=0.0
-        )
+        lse = tl.load(part_lse + slot, mask=owner <= last, other=float("-inf"))
+        part = tl.load(parts + slot[:, None] * (PIECES * C) + x[None, :], mask=(owner <= last)[:, None], other=0.0)
         top = tl.maximum(m, tl.max(lse, 0))
         weight = tl.exp2(lse - top)
         fade = tl.exp2(m - top)
         l = l * fade + tl.sum(weight, 0)
-        acc = acc * fade + tl.sum(parts * weight[:, None], 0)
+        acc = acc * fade + tl.sum(part * weight[:, None], 0)
         m = top
-    h = (segment // BLOCKS) * G + query % G
-    t = query // G
-    sink = tl.full([], 0.0, tl.float32)
-    if SINK:
-        sink = tl.load(SINKS + h).to(tl.float32) * 1.4426950408889634
-    norm, total_lse = settle(m, l, 1.0, sink, SINK)
-    out = OUT + sequence.to(tl.int64) * s_ob + t * s_ot + h * s_oh
+    norm, lse = settle(m, l, 1.0, sink, SINK)
     column = x % C
     dim = piece_dim(x // C, column, D, KIND, PIECES)
-    lanes = column < D // PIECES
-    tl.store(out + dim, (acc * norm).to(OUT.dtype.element_ty), mask=lanes)
-    tl.store(LSE + (sequence.to(tl.int64) * T + t) * (HK * G) + h, total_lse * 0.6931471805599453)
+    tl.store(out + dim, (acc * norm).to(out.dtype.element_ty), mask=column < D // PIECES)
+    tl.store(out_lse, lse * 0.6931471805599453, mask=turn == 0)
+
+
+@triton.jit
+def store_columns(
+    out, acc, real, PIECE: tl.constexpr, D: tl.constexpr, C: tl.constexpr, PIECES: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
+    """One accumulator of a tile, whose columns are rows of the output, to pointers `out`."""
+    store_piece(out, tl.trans(acc.to(out.dtype.element_ty)), real, PIECE, D, C, PIECES, KIND)
 
 
 @triton.jit
@@ -298,8 +341,8 @@ def _launch(
     shared = {name: form[name] for name in SHARED}
     combine_kernel[(programs - 1, min(form["ROWS"], tokens * form["G"]))](
         lengths, sinks, out, lse, parts, part_lse, window_arg, batch, width, programs, *out.stride()[:3], **shared,
-        WINDOW=bool(window), SINK=sinks is not None, CHUNK=16, CHAIN=chain,
-        num_warps=4, launch_pdl=chain,
+        WINDOW=bool(window), SINK=sinks is not None, CHUNK=32, CHAIN=chain, ALIKE=True,
+        num_warps=1, launch_pdl=chain,
     )  # fmt: skip
 
 
@@ -308,9 +351,10 @@ def shape(
 ) -> dict[str, Any]:
     """The constants that a variant of the kernel is compiled for."""
     stored = tuning.stored(layout.dtype, device)
-    rows = max(16, triton.next_power_of_2(tokens * group))
-    rows = min(rows, MOST_ROWS)
-    pieces = stored.pieces(words=rows <= 32)
+    pieces = stored.pieces(words=True)
+    # Codes of V in words must not meet the products of warpgroups, which a wide head dim and many columns would call.
+    most = 16 if pieces == 4 and layout.head_dim > 128 else MOST_ROWS
+    rows = min(max(8, triton.next_power_of_2(tokens * group)), most)
     return {
         "T": tokens,
         "G": group,

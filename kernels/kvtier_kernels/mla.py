@@ -208,7 +208,7 @@ def mla(
         shared = {name: form[name] for name in ("T", "G", "D", "U", "BLOCK", "ROWS", "BLOCKS", "BATCH")}
         combine_kernel[(programs - 1, min(form["ROWS"], tokens * heads))](
             lengths, None, out4, lse, parts, part_lse, 0, batch, width, programs, *out4.stride()[:3], **shared, HK=1,
-            C=latent, PIECES=1, KIND=FLOAT.value, WINDOW=False, SINK=False, CHUNK=8, CHAIN=chain,
+            C=latent, PIECES=1, KIND=FLOAT.value, WINDOW=False, SINK=False, CHUNK=32, CHAIN=chain,
             num_warps=4, launch_pdl=chain,
         )  # fmt: skip
     return out, lse

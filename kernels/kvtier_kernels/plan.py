@@ -40,3 +40,18 @@ def locate(counts, ends, index, tile, HEADS: tl.constexpr):
     sequence = tl.sum((ends * HEADS <= tile).to(tl.int32), 0)
     start = pick(ends - counts, index, sequence) * HEADS
     return sequence, start
+
+
+@triton.jit
+def share_of(counts, total, programs, batch, HEADS: tl.constexpr):
+    """Tiles a program. Where all segments are of one length, a few more than an even share if that puts every cut at the
+    end of a segment, or cuts every segment alike: fewer partial states, and fewer programs that change segments."""
+    share = tl.cdiv(total, programs)
+    longest = tl.max(counts, 0)
+    alike = longest * batch * HEADS == total
+    even = tl.where(
+        share >= longest,
+        tl.cdiv(share, longest) * longest,
+        tl.cdiv(longest, tl.maximum(longest // tl.maximum(share, 1), 1)),
+    )
+    return tl.where(alike & (even - share <= share // 16), even, share)

@@ -60,7 +60,7 @@ def prefill_kernel(
     m = tl.full([ROWS], MASKED, tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc0 = tl.zeros([ROWS, C], tl.float32)
-    acc1, acc2, acc3, unit = acc0, acc0, acc0, tl.full([], 1.0, tl.float32)
+    acc1, unit = acc0, tl.full([], 1.0, tl.float32)
     first = 0
     whole = tl.maximum(context + block * TOKENS + 1, 0) // BLOCK  # tiles that the block's first token sees all of
     last = tl.cdiv(tl.maximum(tl.minimum(length, context + (block + 1) * TOKENS), 0), BLOCK)
@@ -89,16 +89,16 @@ def prefill_kernel(
                 STAGES,
             )
         else:
-            m, l, acc0, acc1, acc2, acc3, unit = attend(
-                q0, q1, factor * scale, positions, slopes, m, l, acc0, acc1, acc2, acc3, unit, row, first, whole,
+            m, l, acc0, acc1, unit = attend(
+                q0, q1, factor * scale, positions, slopes, m, l, acc0, acc1, unit, row, first, whole,
                 length, layer, layers, head, softcap, window, HK, D, W, C, U, BLOCK, PIECES, KIND, STORED, TAG, MIXED,
-                False, False, WINDOW, SOFTCAP, ALIBI, True, FAST, STAGES,
+                False, False, WINDOW, SOFTCAP, ALIBI, FAST, STAGES,
             )  # fmt: skip
         first = whole
-    m, l, acc0, acc1, acc2, acc3, unit = attend(
-        q0, q1, factor * scale, positions, slopes, m, l, acc0, acc1, acc2, acc3, unit, row, first, last, length,
+    m, l, acc0, acc1, unit = attend(
+        q0, q1, factor * scale, positions, slopes, m, l, acc0, acc1, unit, row, first, last, length,
         layer, layers, head, softcap, window, HK, D, W, C, U, BLOCK, PIECES, KIND, STORED, TAG, MIXED, True, True,
-        WINDOW, SOFTCAP, ALIBI, True, FAST, STAGES,
+        WINDOW, SOFTCAP, ALIBI, FAST, STAGES,
     )  # fmt: skip
     sink = tl.zeros([ROWS], tl.float32)
     if SINK:
@@ -106,11 +106,8 @@ def prefill_kernel(
     norm, lse = settle(m, l, unit, sink, SINK)
     out = OUT + at * s_ot + h * s_oh
     store_piece(out, acc0 * norm[:, None], real, 0, D, C, PIECES, KIND)
-    if PIECES >= 2:
+    if PIECES == 2:
         store_piece(out, acc1 * norm[:, None], real, 1, D, C, PIECES, KIND)
-    if PIECES == 4:
-        store_piece(out, acc2 * norm[:, None], real, 2, D, C, PIECES, KIND)
-        store_piece(out, acc3 * norm[:, None], real, 3, D, C, PIECES, KIND)
     tl.store(LSE + at * (HK * G) + h, lse * 0.6931471805599453, mask=real)
 
 
@@ -187,8 +184,9 @@ def _launch(
     slopes: torch.Tensor | None,
     mixed: bool,
 ) -> None:
-    choice = tuning.prefill(layout, q.shape[1] // layout.kv_heads, q.device)
-    form = shape(layout, q.shape[1] // layout.kv_heads, choice, q.device)
+    group = q.shape[1] // layout.kv_heads
+    choice = tuning.prefill(layout, group, q.device)
+    form = shape(layout, group, choice, q.device)
     grid = (triton.cdiv(most_queries, form["ROWS"] // form["G"]), layout.kv_heads, len(lengths))
     prefill_kernel[grid](
         q, cu_q, table, lengths, sinks, slopes, out, lse, scale * LOG2E, softcap or 1.0, window or 0, layer,

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtier_kernels.widening import FLOAT, INT4, split_words, widen, widen_nibbles
+from kvtier_kernels.widening import FLOAT, INT4, widen, widen_nibbles
 
 MASKED = tl.constexpr(-1.0e30)
 NOTHING = tl.constexpr(-1.0e29)  # a maximum below this never saw an unmasked score
@@ -114,28 +114,25 @@ def piece_dim(piece, column, D: tl.constexpr, KIND: tl.constexpr, PIECES: tl.con
 
 @triton.jit
 def attend(
-    q0, q1, factor, positions, slopes, m, l, acc0, acc1, acc2, acc3, unit,
+    q0, q1, factor, positions, slopes, m, l, acc0, acc1, unit,
     row, first, last, length, layer, layers, head, softcap, window,
     HK: tl.constexpr, D: tl.constexpr, W: tl.constexpr, C: tl.constexpr, U: tl.constexpr, BLOCK: tl.constexpr,
     PIECES: tl.constexpr, KIND: tl.constexpr, STORED: tl.constexpr, TAG: tl.constexpr, MIXED: tl.constexpr,
-    EDGE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SCALE_KEYS: tl.constexpr,
+    EDGE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     FAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Fold tiles `first` to `last` of a sequence into the state (m, l, acc0 to acc3, unit) and return it.
+    """Fold tiles `first` to `last` of a sequence into the state (m, l, acc0, acc1, unit) and return it.
 
     `row` points to the sequence's table row; the caller keeps `length` within it. `factor` takes a product of queries
     and codes to base-2 logits. `unit` is the V scale that the accumulators are counted in. Float units use acc0 alone.
-    Quantised ones use all four where PIECES is 4, which suits few rows; else acc0, and for int4 acc1. `piece_dim` says
-    what they hold. EDGE: tiles may pass the length, and are then masked
-    before they are loaded: what lies in an unused slot may be NaN, and zero times NaN is NaN.
+    int4's high codes are in acc1. EDGE: tiles may pass the length, and are then masked before they are loaded: what lies
+    in an unused slot may be NaN, and zero times NaN is NaN.
     """
     SPAN: tl.constexpr = U % BLOCK != 0
     GUARD: tl.constexpr = EDGE or MIXED
     WIDTH: tl.constexpr = D // 2 if KIND == INT4 else D  # stored elements of a row
     HEAD: tl.constexpr = U * WIDTH * (STORED.primitive_bitwidth // 8)
     CARRY: tl.constexpr = KIND != FLOAT and not (KIND == INT4 and SPAN)
-    WORD: tl.constexpr = STORED if PIECES < 4 else (tl.int16 if KIND == INT4 else tl.int32)
-    WORDS: tl.constexpr = D // PIECES  # of a row of V
     d = tl.arange(0, W)
     c = tl.arange(0, C)
     n0 = tl.arange(0, BLOCK)
@@ -175,13 +172,13 @@ def attend(
             alive = alive & ((entry & 7) == TAG)
         address = (entry & ADDRESS_BITS) + at
         k_base = tl.multiple_of(address.to(tl.pointer_type(STORED)), 16)
-        v_base = tl.multiple_of((address + HK * HEAD).to(tl.pointer_type(WORD)), 16)
+        v_base = tl.multiple_of((address + HK * HEAD).to(tl.pointer_type(STORED)), 16)
         if SPAN:
             token = n % U
         else:
             token = (j * BLOCK) % U + n0
         k_at = (k_base + token * WIDTH)[:, None] + d[None, :]
-        v_at = (v_base + token * WORDS)[:, None] + c[None, :]
+        v_at = (v_base + token * WIDTH)[:, None] + c[None, :]
         if GUARD:
             k = tl.load(k_at, mask=alive[:, None] & (d < WIDTH)[None, :], other=0.0)
         elif WIDTH != W:
@@ -196,12 +193,9 @@ def attend(
                 s0, s1, vt = load_scales(entry, alive, True, n % U, at_scales, D, W, HK, KIND, SPAN)
                 s = tl.dot(q0, tl.trans(low * s0))
                 s = tl.dot(q1, tl.trans(high * s1), s)
-            elif SCALE_KEYS:
+            else:
                 s = tl.dot(q0, tl.trans(low * k0[None, :]))
                 s = tl.dot(q1, tl.trans(high * k1[None, :]), s)
-            else:
-                s = tl.dot(q0 * k0[None, :], tl.trans(low))
-                s = tl.dot(q1 * k1[None, :], tl.trans(high), s)
             s = s * factor
         elif KIND == FLOAT:
             s = tl.dot(q0, tl.trans(k.to(q0.dtype)), input_precision="ieee") * factor
@@ -227,9 +221,9 @@ def attend(
         l = l * fade + tl.sum(p, 1)
         m = top
         if GUARD:
-            v = tl.load(v_at, mask=alive[:, None] & (c < WORDS)[None, :], other=0.0)
-        elif WORDS != C:
-            v = tl.load(v_at, mask=(c < WORDS)[None, :], other=0.0)
+            v = tl.load(v_at, mask=alive[:, None] & (c < WIDTH)[None, :], other=0.0)
+        elif WIDTH != C:
+            v = tl.load(v_at, mask=(c < WIDTH)[None, :], other=0.0)
         else:
             v = tl.load(v_at)
         if KIND == FLOAT:
@@ -249,16 +243,10 @@ def attend(
                 weights = p.to(tl.float16)
             if PIECES == 1:
                 acc0 = tl.dot(weights, widen(v, KIND, tl.float16, FAST), acc0 * fade[:, None])
-            elif PIECES == 2:
+            else:
                 low, high = widen_nibbles(v, FAST)
                 acc0 = tl.dot(weights, low, acc0 * fade[:, None])
                 acc1 = tl.dot(weights, high, acc1 * fade[:, None])
-            else:
-                v0, v1, v2, v3 = split_words(v, KIND, STORED.is_fp8(), FAST)
-                acc0 = tl.dot(weights, v0, acc0 * fade[:, None])
-                acc1 = tl.dot(weights, v1, acc1 * fade[:, None])
-                acc2 = tl.dot(weights, v2, acc2 * fade[:, None])
-                acc3 = tl.dot(weights, v3, acc3 * fade[:, None])
         if CARRY:
             alive = n + BLOCK < length
             if MIXED:
@@ -277,7 +265,7 @@ def attend(
             )
             ahead = tl.load(row + entry_index(j + 2, n0, end, U, BLOCK))
         entry = tl.load(row + entry_index(j + 1, n0, end, U, BLOCK))
-    return m, l, acc0, acc1, acc2, acc3, unit
+    return m, l, acc0, acc1, unit
 
 
 @triton.jit

@@ -43,11 +43,14 @@ def candidates(kernel: str, dtype: str) -> list[Candidate]:
 
     if kernel == "decode":
         if dtype in ("bfloat16", "float16"):
-            found = grid(block=[64], warps=[4], stages=[3], per_sm=[3])
-            return found + grid(block=[64], warps=[4], stages=[4], per_sm=[2])
-        found = grid(block=[64], warps=[4], stages=[3], per_sm=[3])
-        found += grid(block=[64], warps=[2], stages=[3, 4], per_sm=[4])
-        return found + grid(block=[32], warps=[1], stages=[3], per_sm=[6])
+            found = grid(block=[32], warps=[2], stages=[3], per_sm=[4]) + grid(
+                block=[64], warps=[2, 4], stages=[4], per_sm=[2]
+            )
+            return found + grid(block=[64], warps=[2, 4], stages=[3], per_sm=[3])
+        found = grid(block=[64], warps=[2], stages=[3], per_sm=[4]) + grid(
+            block=[32], warps=[2], stages=[3], per_sm=[8]
+        )
+        return found + grid(block=[64, 32], warps=[1], stages=[3], per_sm=[8])
     if kernel == "prefill":
         found = grid(block=[64], warps=[8], stages=[3, 4], rows=[128]) + grid(
             block=[64], warps=[4], stages=[2, 3], rows=[64]

@@ -94,17 +94,25 @@ def decode(layout: AttentionLayout, rows: int, device: Device = None) -> Choice:
     wide = layout.head_dim > 128
     if interpreting() and not isinstance(device, int):
         return Choice(block=64 if layout.unit_tokens == 64 else 32, warps=4, stages=1, sms=3)
-    if wide or rows > 16:
-        choice = Choice(block=64, warps=8 if wide else 4, stages=3, per_sm=1)
-    elif layout.dtype in FLOATS:
-        choice = Choice(block=64, warps=4, stages=4, per_sm=2)
-    elif layout.dtype == "int8" or layout.unit_tokens < 64:
-        choice = Choice(block=64, warps=4, stages=3, per_sm=3)
-    else:
-        # Fewer warps a program and more programs: what bounds these is arithmetic, and waiting for each other.
-        choice = Choice(block=64, warps=2, stages=3, per_sm=4)
     if layout.dtype == "float32":
         choice = Choice(block=16, warps=4, stages=2, per_sm=1)
+    elif layout.dtype in FLOATS:
+        # Many small programs: what one of them waits for at the ends of its segments, the others hide.
+        if wide:
+            choice = Choice(block=32, warps=4 if rows <= 16 else 8, stages=3, per_sm=2 if rows <= 16 else 1)
+        elif rows > 16:
+            choice = Choice(block=32, warps=4, stages=3, per_sm=2)
+        else:
+            choice = Choice(block=32, warps=2, stages=3, per_sm=4)
+    elif wide or (layout.dtype == "int4" and layout.unit_tokens < 64 and rows > 8):
+        choice = Choice(block=32, warps=2, stages=3, per_sm=4)
+    elif rows > 16:
+        choice = Choice(block=32, warps=4, stages=3, per_sm=2)
+    elif layout.dtype == "int4" and rows <= 8:
+        # One warp a program: what bounds int4 is arithmetic, and waiting for another warp.
+        choice = Choice(block=64 if layout.unit_tokens >= 64 else 32, warps=1, stages=3, per_sm=8)
+    else:
+        choice = Choice(block=64, warps=2, stages=3, per_sm=4)
     return _recorded("decode", key(layout, rows), choice)._replace(sms=multiprocessors(device))
 
 
@@ -234,4 +242,4 @@ def mla_key(layout: LatentLayout, rows: int) -> str:
 
 
 def key(layout: AttentionLayout, rows: int) -> str:
-    return f"{layout.dtype}/{layout.head_dim}/{layout.unit_tokens}/{max(16, triton.next_power_of_2(rows))}"
+    return f"{layout.dtype}/{layout.head_dim}/{layout.unit_tokens}/{max(8, triton.next_power_of_2(rows))}"

@@ -126,12 +126,13 @@ def combine_variant(capability: int) -> Variant:
         "WINDOW": False,
         "SINK": False,
         "SINKS": None,
-        "CHUNK": 16,
+        "CHUNK": 32,
         "CHAIN": tuning.chains(capability),
+        "ALIKE": True,
     }
     types = _types(LENGTHS="*i32", OUT="*bf16", LSE="*fp32", PARTS="*fp32", PART_LSE="*fp32", window="i32", batch="i32")
     types |= _types(width="i32", programs="i32", s_ob="i32", s_ot="i32", s_oh="i32")
-    return Variant("decode combine", decode.combine_kernel, types, constants, {"num_warps": 4})
+    return Variant("decode combine", decode.combine_kernel, types, constants, {"num_warps": 1})
 
 
 def merge_variant() -> Variant:

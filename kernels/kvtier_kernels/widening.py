@@ -1,5 +1,8 @@
 """Device code that widens stored codes in registers: float8 and int8 to float16, int4 to bfloat16, all exactly.
 
+int4 comes two ways: as its values, and *bare*, as the excess code in the lowest bits of a bfloat16, a subnormal number
+that is the code times 2**-133 (low codes of bytes) or 2**-129 (high ones), at half the instructions.
+
 Conversions that the language offers take several slow instructions a code; these permute bits, two or four codes at a
 time. FAST asks for the hand-written instructions, which Triton's interpreter lacks; the plain ways beside them give the
 same values.
@@ -87,8 +90,34 @@ def widen_nibbles(x, FAST: tl.constexpr):
 
 
 @triton.jit
+def nibbles(x, FAST: tl.constexpr):
+    """The low and the high codes of bytes of int4, bare."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b;
+            prmt.b32 a, $4, 0, 0x4140;
+            prmt.b32 b, $4, 0, 0x4342;
+            and.b32 $0, a, 0x000F000F;
+            and.b32 $1, b, 0x000F000F;
+            and.b32 $2, a, 0x00F000F0;
+            and.b32 $3, b, 0x00F000F0;
+            }""",
+            "=r,=r,=r,=r,r",
+            [x],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        low = (x & 0x0F).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        high = (x & 0xF0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        return low, high
+
+
+@triton.jit
 def split_words(x, KIND: tl.constexpr, NATIVE: tl.constexpr, FAST: tl.constexpr):
-    """Four tensors of codes from words that hold four codes of a row each: dims 4c + i, or for int4 of both halves.
+    """Four tensors of codes from words that hold four codes of a row each: dims 4c + i, or for int4, bare, of both halves.
 
     A product over tokens needs pairs of tokens in a register. Bytes of V would be fetched one by one for that; words
     are fetched whole, and the pairs made by permuting two of them.
@@ -98,21 +127,13 @@ def split_words(x, KIND: tl.constexpr, NATIVE: tl.constexpr, FAST: tl.constexpr)
             # A word of two bytes, two tokens a register: dims 2c (+ half) in byte 0, dims 2c + 1 (+ half) in byte 1.
             return tl.inline_asm_elementwise(
                 """{
-                .reg .b32 a, b, one, bias;
+                .reg .b32 a, b;
                 prmt.b32 a, $4, 0, 0x4240;
                 prmt.b32 b, $4, 0, 0x4341;
-                mov.b32 one, 0x3F803F80;
-                mov.b32 bias, 0xC308C308;
-                lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA;
-                lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA;
-                shr.b32 a, a, 4;
-                shr.b32 b, b, 4;
-                lop3.b32 $2, a, 0x000F000F, 0x43004300, 0xEA;
-                lop3.b32 $3, b, 0x000F000F, 0x43004300, 0xEA;
-                fma.rn.bf16x2 $0, $0, one, bias;
-                fma.rn.bf16x2 $1, $1, one, bias;
-                fma.rn.bf16x2 $2, $2, one, bias;
-                fma.rn.bf16x2 $3, $3, one, bias;
+                and.b32 $0, a, 0x000F000F;
+                and.b32 $1, b, 0x000F000F;
+                and.b32 $2, a, 0x00F000F0;
+                and.b32 $3, b, 0x00F000F0;
                 }""",
                 "=r,=r,=r,=r,r",
                 [x],
@@ -121,11 +142,9 @@ def split_words(x, KIND: tl.constexpr, NATIVE: tl.constexpr, FAST: tl.constexpr)
                 pack=2,
             )
         else:
-            a = ((x & 15).to(tl.float32) - 8.0).to(tl.bfloat16)
-            b = (((x >> 8) & 15).to(tl.float32) - 8.0).to(tl.bfloat16)
-            c = (((x >> 4) & 15).to(tl.float32) - 8.0).to(tl.bfloat16)
-            e = (((x >> 12) & 15).to(tl.float32) - 8.0).to(tl.bfloat16)
-            return a, b, c, e
+            a, b = nibbles(x & 0xFF, FAST)
+            c, e = nibbles((x >> 8) & 0xFF, FAST)
+            return a, c, b, e
     elif KIND == INT8:
         if FAST:
             return tl.inline_asm_elementwise(

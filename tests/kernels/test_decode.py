@@ -110,6 +110,21 @@ def test_more_query_rows_than_one_tile_holds() -> None:
     agree(cache, queries(2, 3, 40, 64, torch.float32), 0, programs=5)
 
 
+@pytest.mark.parametrize("programs", [1, 2, 3, 5, 8, 13, 40])
+@pytest.mark.parametrize("lengths", [[130] * 3, [64] * 5, [700], [1, 1, 1]], ids=str)
+def test_equal_lengths_are_cut_alike_and_merged(lengths: list[int], programs: int) -> None:
+    """Shares of whole segments, segments of few parts, and of so many that several programs merge them."""
+    layout = AttentionLayout(layers=1, kv_heads=2, head_dim=64, dtype="float32")
+    agree(paged(layout, lengths), queries(len(lengths), 1, 4, 64, torch.float32), 0, programs=programs)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize(("dim", "heads"), [(256, 24), (128, 24), (128, 7)])
+def test_quantised_units_and_many_query_rows(precision: Any, dim: int, heads: int) -> None:
+    cache = paged(AttentionLayout(layers=1, kv_heads=1, head_dim=dim, dtype=precision, unit_tokens=64), [70, 5])
+    agree(cache, queries(2, 1, heads, dim, torch.bfloat16), 0, programs=3, atol=1e-2)
+
+
 def plain_case(length: int, dim: int = 64, unit: int = 16, dtype: Any = "float32", units: int | None = None) -> Any:
     return paged(AttentionLayout(layers=1, kv_heads=1, head_dim=dim, dtype=dtype, unit_tokens=unit), [length], spare=0)
 

@@ -59,6 +59,47 @@ def test_prefill_in_every_precision(precision: Any, unit: int, dim: int) -> None
     close(lse, want_lse, 2e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("unit", [16, 64])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("group", [1, 6, 8, 64])
+def test_prefill_without_options(dtype: torch.dtype, unit: int, dim: int, group: int) -> None:
+    """Contexts and chunks of many sizes, edges in and between tiles."""
+    layout = AttentionLayout(
+        layers=2, kv_heads=2, head_dim=dim, dtype=str(dtype).removeprefix("torch."), unit_tokens=unit
+    )
+    cache = paged(layout, [1000, 300, 1, 128, 0, 2049, 64])
+    counts = [200, 300, 1, 128, 0, 1, 33]
+    q = torch.randn(sum(counts), 2 * group + 1, dim, device=CUDA).to(dtype)[:, 1:]
+    cu = torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32, device=CUDA)
+    out, lse = poisoned(q.shape, q.dtype), poisoned(q.shape[:2], torch.float32)
+    prefill(q, cu, cache.table, cache.lengths, layout, 1, most_queries=300, out=out, lse=lse)
+    want, want_lse = reference.prefill(q, cu, cache.table, cache.lengths, cache.layouts, 1, scale=dim**-0.5)
+    close(out, want, tolerance(q.dtype))
+    close(lse, want_lse, 2e-3)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("group", "tokens"), [(8, 1), (40, 1), (8, 8)])
+def test_decode_of_wide_heads_and_many_rows(precision: Any, group: int, tokens: int) -> None:
+    layout = AttentionLayout(layers=1, kv_heads=1, head_dim=256, dtype=precision, unit_tokens=64)
+    cache = paged(layout, [700, 0, 65])
+    q = torch.randn(3, tokens, group, 256, device=CUDA).bfloat16()
+    out, _ = decode(q, cache.table, cache.lengths, layout, 0)
+    want, _ = reference.decode(q, cache.table, cache.lengths, cache.layouts, 0, scale=256**-0.5)
+    close(out, want, tolerance(q.dtype))
+
+
+def test_int4_over_a_long_context_that_weighs_alike() -> None:
+    """Where outputs are small sums of large terms, the excess of 8 in each code must not show."""
+    layout = AttentionLayout(layers=1, kv_heads=1, head_dim=128, dtype="int4", unit_tokens=64)
+    cache = paged(layout, [32768])
+    q = torch.randn(1, 1, 8, 128, device=CUDA).bfloat16() * 0.01
+    out, _ = decode(q, cache.table, cache.lengths, layout, 0, programs=2)
+    want, _ = reference.decode(q, cache.table, cache.lengths, cache.layouts, 0, scale=128**-0.5)
+    close(out, want, tolerance(q.dtype))
+
+
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 def test_decode_of_every_head_dim(dim: int) -> None:
     layout = AttentionLayout(layers=1, kv_heads=8, head_dim=dim, unit_tokens=64)
