@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,19 +13,9 @@ from kvtier_daemon.cuda import CudaMedium, StreamLane
 from kvtier_daemon.jobs import Copy, Job
 from kvtier_daemon.slabs import Frame
 from tests.daemon.world import World
+from tests.emulation import emulated
 
-
-@pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "emulated"))
-    real = sys.modules.pop("cupy", None)
-    monkeypatch.setattr(driver, "library", driver.library)
-    device.runtime.cache_clear()
-    yield
-    device.runtime.cache_clear()
-    sys.modules.pop("cupy", None)
-    if real is not None:
-        sys.modules["cupy"] = real
+__all__ = ["emulated"]
 
 
 class Memory(CudaMedium):
@@ -56,9 +43,7 @@ def test_an_idle_direction_is_at_work_when_submit_returns(emulated: None, monkey
     session = world.session()
     space = world.namespace(session)
     keys = world.keys(space, 8)
-    operation, _ = world.reserve(session, space, keys, tier=1)
-    world.settle()
-    world.commit(session, operation)
+    world.store_chain(session, space, keys, tier=1)
     done: list[Job] = []
     over = threading.Event()
 

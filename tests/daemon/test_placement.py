@@ -137,10 +137,7 @@ def test_pages_side_by_side_at_both_ends_go_as_one_copy() -> None:
     session = world.session()
     space = world.namespace(session)
     keys = world.keys(space, 6)
-    operation, _ = world.reserve(session, space, keys, tier=1)
-    world.settle()
-    world.commit(session, operation)
-    world.settle()
+    world.store_chain(session, space, keys, tier=1)
     _, answers = world.borrow(session, keys, tier=0)
     while not any(isinstance(job, Copy) for job in world.jobs):
         world.do(world.ready_jobs()[0])
@@ -162,10 +159,7 @@ def test_a_run_that_fails_leaves_its_pages_where_they_were() -> None:
     session = world.session()
     space = world.namespace(session)
     keys = world.keys(space, 4)
-    operation, _ = world.reserve(session, space, keys, tier=1)
-    world.settle()
-    world.commit(session, operation)
-    world.settle()
+    world.store_chain(session, space, keys, tier=1)
     _, answers = world.borrow(session, keys, tier=0)
     while world.jobs:
         job = world.ready_jobs()[0]

@@ -18,10 +18,7 @@ def test_a_long_borrow_and_a_short_one_take_turns() -> None:
     keys = [number.to_bytes(16) for number in range(1, LONG + 1)]
     few = [number.to_bytes(16) for number in range(LONG + 1, LONG + 5)]
     for space, chain in ((long, keys), (short, few)):
-        reserving, answers = world.reserve(session, space, chain, tier=1)
-        world.settle()
-        assert answers
-        world.commit(session, reserving)
+        world.store_chain(session, space, chain, tier=1)
 
     spare, _ = world.reserve(session, long, [number.to_bytes(16) for number in range(5000, 5000 + LONG + 8)])
     world.settle()  # has slabs made in the upper tier
@@ -47,9 +44,7 @@ def test_a_long_borrow_that_is_taken_back_holds_nothing() -> None:
     space = world.namespace(session)
     space.orders = bytes(LONG)
     keys = [number.to_bytes(16) for number in range(1, LONG + 1)]
-    reserving, _ = world.reserve(session, space, keys, tier=1)
-    world.settle()
-    world.commit(session, reserving)
+    world.store_chain(session, space, keys, tier=1)
     slow, _ = world.borrow(session, keys)
     slow.cancel()
     world.settle()

@@ -109,9 +109,9 @@ class World:
         self.store.run()
         return pages
 
-    def store_chain(self, session: Session, namespace: OpenNamespace, keys: list[bytes]) -> None:
+    def store_chain(self, session: Session, namespace: OpenNamespace, keys: list[bytes], tier: int = 0) -> None:
         """Reserve, write and commit `keys`, with all jobs done."""
-        operation, answers = self.reserve(session, namespace, keys)
+        operation, answers = self.reserve(session, namespace, keys, tier=tier)
         self.settle()
         if not operation.done:
             operation.expire()

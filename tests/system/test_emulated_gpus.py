@@ -6,40 +6,25 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvtier import device, driver
+from kvtier import device
 from kvtier.errors import DaemonLost, InvalidRequest, OutOfPages
 from kvtier_client import Client, NamespaceClient
 from kvtier_client.gpu import DeviceMapping
+from tests.emulation import PATH, emulated
 from tests.system.conftest import Daemon, MakeDaemon, eventually
 from tests.system.pages import chain, open_space
 
-EMULATED = str(Path(__file__).parents[1] / "emulated")
+__all__ = ["emulated"]
 PAGES = 24
-
-
-@pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process sees two GPUs."""
-    monkeypatch.syspath_prepend(EMULATED)
-    monkeypatch.setenv("KVTIER_EMULATED_GPUS", "2")
-    real = sys.modules.pop("cupy", None)
-    monkeypatch.setattr(driver, "library", driver.library)  # which the stand-in replaces
-    device.runtime.cache_clear()
-    yield
-    device.runtime.cache_clear()
-    sys.modules.pop("cupy", None)
-    if real is not None:
-        sys.modules["cupy"] = real
 
 
 def with_gpus(make: MakeDaemon, *, hbm: str = "32MiB", peers: bool = True, **others: object) -> Daemon:
     daemon = make(**{"host": "64MiB", "ssd": "64MiB", "slab": "1MiB", **others})
-    daemon.environment = {"KVTIER_EMULATED_GPUS": "2", "PYTHONPATH": EMULATED + ":" + _path()}
+    daemon.environment = {"KVTIER_EMULATED_GPUS": "2", "PYTHONPATH": PATH + ":" + _path()}
     daemon.settings = {
         "tiers.hbm.medium": "cuda",
         "tiers.hbm.capacity": hbm,
