@@ -102,6 +102,8 @@ def decode(layout: AttentionLayout, rows: int, device: Device = None) -> Choice:
             choice = Choice(block=32, warps=4 if rows <= 16 else 8, stages=3, per_sm=2 if rows <= 16 else 1)
         elif rows > 16:
             choice = Choice(block=32, warps=4, stages=3, per_sm=2)
+        elif layout.unit_tokens < 64:
+            choice = Choice(block=64, warps=4, stages=4, per_sm=2)
         else:
             choice = Choice(block=32, warps=2, stages=3, per_sm=4)
     elif wide or (layout.dtype == "int4" and layout.unit_tokens < 64 and rows > 8):
