@@ -43,16 +43,22 @@ def test_another_version(number: str, engines: MakeEngine, shared: Daemon) -> No
     forget(engine)
     engine.do(
         "inside = llm.llm_engine.engine_core.engine_core.scheduler.connector\n"
-        "allocated = inside._scheduler.allocated\n"
+        "allocated, evicted = inside._scheduler.allocated, []\n"
         "def evicting(*given):\n"
         "    worker()._link.client().evict(everything=True)\n"
+        "    evicted.append(given[2])\n"
         "    allocated(*given)\n"
         "inside._scheduler.allocated = evicting"
     )
-    assert tokens_of(engine.generate(*asked, tokens=7)) == tokens_of(cold), "pages that go are computed"
+    for _ in range(5):  # a lookup that a busy machine answers late is a miss, and then there is no load to fail
+        assert tokens_of(engine.generate(*asked, tokens=7)) == tokens_of(cold), "pages that go are computed"
+        engine.settle()
+        forget(engine)
+        if engine.do("result = len(evicted)"):
+            break
+    else:
+        pytest.fail("no load was begun: this shows nothing")
     engine.do("del inside._scheduler.allocated")
-    engine.settle()
-    forget(engine)
     counted = engine.do("result = {one.name: one.value for one in llm.get_metrics() if hasattr(one, 'value')}")
     assert counted["vllm:kvtier_saved_pages"] >= 3
     if number not in LOSE_COUNTS:
