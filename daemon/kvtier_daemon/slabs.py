@@ -128,8 +128,9 @@ class Slab:
         self.holders: set[int] = set()
 
     def vacatable(self) -> bool:
-        """Whether every frame could leave soon: none is held or written by anyone. Copies end by themselves."""
-        movable = (State.FREE, State.READY, State.FILLING)
+        """Whether every frame could leave soon: none is held or written by anyone. Nor is one being filled: what came
+        would leave at once, and its page be copied here again for ever if it has to leave where it is."""
+        movable = (State.FREE, State.READY)
         return not self.leaving and all(frame.state in movable and not frame.pins for frame in self.frames)
 
 

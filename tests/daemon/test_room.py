@@ -54,3 +54,31 @@ def test_a_smaller_tier_gives_back_what_is_mapped_too() -> None:
     world.store.run()
     world.settle()
     assert world.tiers[0].allocated == 8 * UNIT
+
+
+def test_two_tenants_and_one_slab_below_them() -> None:
+    """Both have pages to save in a tier of one slab. Whose turn it is keeps the slab until what it copies there has come."""
+    world = World(32, 4, 64)
+    sessions = [world.session(name) for name in ("a", "b")]
+    chains = []
+    for session in sessions:
+        space = world.namespace(session)
+        keys = world.keys(space, 8)
+        operation, _ = world.reserve(session, space, keys)
+        while not operation.done:
+            world.do(world.ready_jobs()[0])
+        chains.append((session, keys, operation))
+    for session, _, operation in chains:
+        world.commit(session, operation)
+    for slab in list(world.tiers[0].slabs.values()):
+        world.store.room.vacate(slab)
+    world.store.run()
+    done = 0
+    while world.jobs:
+        world.do(world.ready_jobs()[0])
+        done += 1
+        assert done < 1000, "slabs go to and fro, and nothing comes of it"
+    for session, keys, _ in chains:
+        assert session.tenant.count(keys) == 8
+        assert not any(page.frames[0] for page in session.tenant.run(keys))
+    world.store.check()
