@@ -80,9 +80,8 @@ def seal(fd: int, *, future_writes: bool = False) -> None:
     """Nobody can change its size from now on; with `future_writes`, nor write to it but through a mapping that there is."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     if future_writes:
-        with contextlib.suppress(
-            OSError
-        ):  # a kernel before 5.1; the memfd's mode keeps other users from writing even so
+        # A kernel before 5.1 has no such seal; the memfd's mode keeps other users from writing even so.
+        with contextlib.suppress(OSError):
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
 

@@ -17,13 +17,10 @@ from kvtier_daemon.jobs import Barrier, Priority
 from kvtier_daemon.placement import leave_crowded, place, rise
 from kvtier_daemon.sessions import Reservation, Session, Sessions, Slot
 from kvtier_daemon.slabs import Frame, SlabClass, State
-from kvtier_daemon.store import Store
+from kvtier_daemon.store import AT_ONCE, Store
 from kvtier_daemon.tiers import Tier
 
 Answer = Callable[[Body | KvtierError], None]
-
-_TURN = 64
-"""Pages that one operation starts copies of before others have their turn: as many as movers are given at once."""
 
 
 class Operation:
@@ -98,7 +95,7 @@ class Borrowing(Operation):
     def advance(self) -> None:
         self.starved = None
         store = self.store
-        turn = len(self.held) + _TURN
+        turn = len(self.held) + AT_ONCE  # what movers are given together: then others have their turn
         while len(self.held) < len(self.pages):
             if len(self.held) == turn:
                 store.postponed.append(self)

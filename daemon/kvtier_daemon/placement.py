@@ -40,10 +40,12 @@ def place(store: Store, page: Page, wanted: Tier | None, readable: frozenset[int
 
 def leave_crowded(store: Store, run: list[Page], tier: Tier) -> None:
     """`run` is lent in `tier` now: what of it came from a GPU that has no frame free leaves there."""
+    if not tier.device:
+        return
     crowded = {
         owner
         for other in store.tiers
-        if tier.device and other.device and other is not tier
+        if other.device and other is not tier
         for owner in other.classes.values()
         if not owner.free
     }

@@ -411,16 +411,19 @@ class Store:
     def _start(self, page: Page, source: Frame, target: Frame, priority: Priority, *, background: bool = False) -> None:
         source.copies += 1
         run = self._run
-        alike = run is not None and run.priority is priority and run.background is background
-        if run is not None and alike and run.add(page, source, target):
+        if (
+            run is not None
+            and run.priority is priority
+            and run.background is background
+            and run.add(page, source, target)
+        ):
             self.copying[target] = run
             self._more()
             return
         job = self.copying[target] = Copy(page, source, target, priority, background=background)
         self.post(job)
-        if (
-            self._outbox and not source.tier.persistent and not target.tier.persistent
-        ):  # a disk has threads for each page
+        # A disk has threads for each page, and no run.
+        if self._outbox and not (source.tier.persistent or target.tier.persistent):
             self._run = job
 
     def _finish_copy(self, job: Copy) -> None:

@@ -1,9 +1,9 @@
 """Decode: attention of the last one or few tokens of each sequence over its whole paged context.
 
 One launch reads units wherever their addresses point. The query tokens times the heads that share a kv head are the
-columns of a tile (`decode_tiles`). `plan` says how the work is cut among programs; a second, small launch merges the segments that were cut. Both
-read lengths on the device and allocate nothing that depends on them, so a CUDA graph captured once serves any lengths
-up to the table's width.
+columns of a tile (`decode_tiles`). `plan` says how the work is cut among programs; a second, small launch merges the
+segments that were cut. Both read lengths on the device and allocate nothing that depends on them, so a CUDA graph
+captured once serves any lengths up to the table's width.
 
 The method is FlashAttention's online softmax (Dao et al. 2022) split over the keys (Flash-Decoding, Dao et al. 2023).
 Not here: queries of different counts a sequence (`prefill`), latent units (`mla`), states of several tiers (`merge`).

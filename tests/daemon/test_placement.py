@@ -132,12 +132,18 @@ def test_on_a_full_gpu_it_rises_when_it_is_borrowed_again() -> None:
     world.store.check()
 
 
-def test_pages_side_by_side_at_both_ends_go_as_one_copy() -> None:
+def _in_the_second(pages: int) -> tuple[World, Session, list[bytes]]:
+    """A chain of so many pages in the second of three tiers."""
     world = World(16, 16, 16)
     session = world.session()
     space = world.namespace(session)
-    keys = world.keys(space, 6)
+    keys = world.keys(space, pages)
     world.store_chain(session, space, keys, tier=1)
+    return world, session, keys
+
+
+def test_pages_side_by_side_at_both_ends_go_as_one_copy() -> None:
+    world, session, keys = _in_the_second(6)
     _, answers = world.borrow(session, keys, tier=0)
     while not any(isinstance(job, Copy) for job in world.jobs):
         world.do(world.ready_jobs()[0])
@@ -155,11 +161,7 @@ def test_pages_side_by_side_at_both_ends_go_as_one_copy() -> None:
 
 
 def test_a_run_that_fails_leaves_its_pages_where_they_were() -> None:
-    world = World(16, 16, 16)
-    session = world.session()
-    space = world.namespace(session)
-    keys = world.keys(space, 4)
-    world.store_chain(session, space, keys, tier=1)
+    world, session, keys = _in_the_second(4)
     _, answers = world.borrow(session, keys, tier=0)
     while world.jobs:
         job = world.ready_jobs()[0]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from kvtier.wire import Borrowed, unpack_handles
 from kvtier_daemon.jobs import Copy
-from kvtier_daemon.operations import _TURN
+from kvtier_daemon.store import AT_ONCE
 from tests.daemon.world import World
 
-LONG = 2 * _TURN + 100
+LONG = 2 * AT_ONCE + 100
 
 
 def test_a_long_borrow_and_a_short_one_take_turns() -> None:
@@ -26,7 +26,7 @@ def test_a_long_borrow_and_a_short_one_take_turns() -> None:
     world.store.run()
 
     slow, lent = world.borrow(session, keys)
-    assert 0 < len(slow.held) <= 2 * _TURN and world.store.postponed == [slow]
+    assert 0 < len(slow.held) <= 2 * AT_ONCE and world.store.postponed == [slow]
     _, soon = world.borrow(session, few)
     mine = next(at for at, job in enumerate(world.jobs) if isinstance(job, Copy) and job.pages[0].key == few[0])
     world.store.run()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from kvtier.errors import DaemonLost, InvalidRequest, OutOfPages
 from kvtier_client import Client, NamespaceClient
 from kvtier_client.gpu import DeviceMapping
 from tests.emulation import PATH, emulated
-from tests.system.conftest import Daemon, MakeDaemon, eventually
+from tests.system.conftest import PYTHONPATH, Daemon, MakeDaemon, eventually
 from tests.system.pages import chain, open_space
 
 __all__ = ["emulated"]
@@ -24,7 +23,7 @@ PAGES = 24
 
 def with_gpus(make: MakeDaemon, *, hbm: str = "32MiB", peers: bool = True, **others: object) -> Daemon:
     daemon = make(**{"host": "64MiB", "ssd": "64MiB", "slab": "1MiB", **others})
-    daemon.environment = {"KVTIER_EMULATED_GPUS": "2", "PYTHONPATH": PATH + ":" + _path()}
+    daemon.environment = {"KVTIER_EMULATED_GPUS": "2", "PYTHONPATH": f"{PATH}:{PYTHONPATH}"}
     daemon.settings = {
         "tiers.hbm.medium": "cuda",
         "tiers.hbm.capacity": hbm,
@@ -33,10 +32,6 @@ def with_gpus(make: MakeDaemon, *, hbm: str = "32MiB", peers: bool = True, **oth
         **daemon.settings,
     }
     return daemon
-
-
-def _path() -> str:
-    return ":".join(str(Path(__file__).parents[2] / part) for part in (".", "daemon", "client", "kernels"))
 
 
 @pytest.fixture

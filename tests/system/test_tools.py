@@ -18,9 +18,8 @@ from pathlib import Path
 import pytest
 
 from tests.emulation import PATH
-from tests.system.conftest import _ENVIRONMENT, Daemon, MakeDaemon, eventually
+from tests.system.conftest import _ENVIRONMENT, PYTHONPATH, Daemon, MakeDaemon, eventually
 from tests.system.pages import chain, put
-from tests.system.test_emulated_gpus import _path
 
 CLI = [sys.executable, "-m", "kvtier_client.cli"]
 ON_TERMINAL = """
@@ -208,7 +207,7 @@ def test_bench_says_what_is_missing(daemon: Daemon, place: Path) -> None:
 
 
 def test_bench_measures_gpus(place: Path) -> None:
-    environment = {"KVTIER_EMULATED_GPUS": "2", "PYTHONPATH": f"{PATH}:{_path()}"}
+    environment = {"KVTIER_EMULATED_GPUS": "2", "PYTHONPATH": f"{PATH}:{PYTHONPATH}"}
     rows = figures(run("bench", "--json", "--size", "32MiB", "--directory", str(place), environment=environment).stdout)
     for name in ("host to GPU", "GPU to host", "GPU to GPU"):
         assert rows[name]["value"] > 0 and rows[name]["limit"] > 0

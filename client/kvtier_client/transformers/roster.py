@@ -41,8 +41,9 @@ _USHERS = 2
 
 class Roster:
     """`most`: sequences that run at once. `ahead`: tokens of prompts that pages are fetched for before they are computed;
-    more would only take frames from those that are. `event()`: of what the device has been given so far. `forget(sequence)` is called
-    when one leaves the batch. `wake` is set when an errand is done. `counters` are the worker's."""
+    more would only take frames from those that are. `event()`: of what the device has been given so far.
+    `forget(sequence)` is called when one leaves the batch. `wake` is set when an errand is done. `counters` are the
+    worker's."""
 
     def __init__(
         self,
