@@ -81,7 +81,8 @@ class Room:
             return
         for frame in slab.frames:
             slab.owner.lru.pop(frame, None)
-        for frame in slab.frames:  # giving the last of them back empties the slab
+        heads_first = sorted(slab.frames, key=lambda frame: frame.page.number if frame.page is not None else 0)
+        for frame in heads_first:  # giving the last of them back empties the slab
             if frame.state is State.READY:
                 self.store.settle(frame)
 
@@ -141,10 +142,12 @@ class Room:
         if self.store.replicas(page) > 1:
             self.store.drop(frame)
             self.store.counters.evicted("vacated")
-        elif below is not None and not below.closed and page.frames[below.index] is None:
-            self.store.save(page, below, first=True)
         elif below is None or below.closed:
             self.store.forget(page, "vacated")
+        elif frame.slab.heir is not None and page not in below.unsaved and not below.queues(page.nbytes):
+            self.store.forget(page, "unsaved")  # a slab that another class waits for is as good as evicted
+        elif page.frames[below.index] is None:
+            self.store.save(page, below, first=True)
 
     def grown(self, job: Grow) -> None:
         owner = job.owner

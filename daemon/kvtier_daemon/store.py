@@ -556,7 +556,7 @@ class Store:
                 continue
             if not below.fits(page.namespace.tenant, page.nbytes):
                 continue
-            if below.unsaved_bytes + page.nbytes > below.config.write_queue and not self.flushing:
+            if not below.queues(page.nbytes) and not self.flushing:
                 self.counters.unsaved += 1
                 continue
             self.save(page, below)

@@ -97,6 +97,10 @@ class Tier:
             most -= self.promised_to_others(tenant, held=False)
         return frame_bytes <= most
 
+    def queues(self, nbytes: int) -> bool:
+        """Whether so much more may wait to be copied here."""
+        return self.unsaved_bytes + nbytes <= self.config.write_queue
+
     def may_grow(self, owner: SlabClass, now: float) -> int:
         """Bytes of the slab that `owner` may have now; 0 if none."""
         nbytes = self.slab_bytes(owner.frame_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvtier.config import Size
 from tests.daemon.world import UNIT, World
 
 
@@ -81,4 +82,24 @@ def test_two_tenants_and_one_slab_below_them() -> None:
     for session, keys, _ in chains:
         assert session.tenant.count(keys) == 8
         assert not any(page.frames[0] for page in session.tenant.run(keys))
+    world.store.check()
+
+
+def test_a_slab_that_another_class_waits_for_does_not_outgrow_the_write_queue() -> None:
+    """What a slow disk could not take is lost, as it is when a page is evicted: the class that waits must not wait for it."""
+    world = World(8, 64, admission="second-use", write_queue=Size(3 * UNIT))
+    session = world.session()
+    space = world.namespace(session)
+    keys = world.keys(space, 8)
+    world.store_chain(session, space, keys)
+    tier, below = world.tiers
+    heir = tier.slab_class(session.tenant, 2 * UNIT)
+    slab = tier.coldest_slab(heir)
+    assert slab is not None and slab.busy == 4 and not below.unsaved
+    world.store.room.vacate(slab, heir)
+    assert below.unsaved_bytes == 3 * UNIT
+    world.settle()
+    assert len(heir.free) == 2
+    assert set(world.index) == set(keys[:3]) and session.tenant.count(keys) == 3, "the head is kept, not the tail"
+    assert world.store.counters.evictions["unsaved"] == 5
     world.store.check()
