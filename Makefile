@@ -9,6 +9,10 @@ PYTEST_ARGS ?=
 JOBS ?= $(if $(wildcard /dev/nvidia[0-9]*),0,2)
 VERSIONS ?=
 
+# Tests that start kvtierd start it as it is installed, its state compiled. Where nothing can be compiled, its sources.
+COMPILED := .cache/compiled
+COMPILES := $(shell command -v cc >/dev/null && \
+  $(PYTHON) -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null && echo yes)
 BESIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
@@ -22,9 +26,18 @@ help:
 	@echo "make lint     the first half of make test; make format mends what a machine can"
 	@echo "make clean    remove .venv and caches"
 
-test: lint
+test: export KVTIER_COMPILED := $(if $(COMPILES),$(CURDIR)/$(COMPILED))
+test: lint $(if $(COMPILES),$(COMPILED))
 	$(BIN)/pytest $(BESIDE) -m 'not alone' $(PYTEST_ARGS)
 	$(BIN)/pytest -m alone $(PYTEST_ARGS) || [ $$? = 5 ]  # none was chosen
+ifdef COMPILES
+	$(BIN)/pytest $(BESIDE) -o pythonpath='$(COMPILED) .' tests/daemon $(PYTEST_ARGS) || [ $$? = 5 ]
+endif
+
+$(COMPILED): $(shell find kvtier kernels daemon client -type f -not -name '*.pyc') deploy/extensions.py pyproject.toml | $(VENV)/.dev
+	rm -rf $@
+	KVTIER_COMPILE=1 $(BIN)/pip install -qq --disable-pip-version-check --no-deps --no-build-isolation --target $@ .
+	@touch $@
 
 vllm: $(VENV)/.dev
 	place=$$(.ci/vllm 0.26.0 0.33.0 $(VERSIONS)) && KVTIER_VLLM=$$place $(BIN)/pytest $(BESIDE) tests/vllm $(PYTEST_ARGS)

@@ -64,6 +64,8 @@ class Host:
         self.pid = 0
         self.version = ""
         """Of the daemon."""
+        self.compiled = True
+        """Whether the daemon's state is."""
         self.problem = ""
         """Why the daemon that is there cannot be talked to."""
         self.foreign = False
@@ -561,6 +563,16 @@ def check_daemon(host: Host, config: Config) -> Iterator[Finding]:
         )
     else:
         yield Finding("daemon", OK, f"kvtierd {host.version} answers")
+    if not host.compiled:
+        level = WARNING if _cuda_tiers(config) else OK
+        yield Finding(
+            *(
+                "compiled",
+                level,
+                "kvtierd runs from its sources: a page's move takes it several times the processor time",
+            ),
+            "install it with KVTIER_COMPILE=1 (docs/operations.md)" if level == WARNING else "",
+        )
     if host.foreign or (host.pid and host.apart()):
         kind = "a PID" if host.foreign else "an IPC"
         level = FATAL if _cuda_tiers(config) else OK
@@ -625,7 +637,7 @@ def meet(host: Host, endpoint: str | None) -> None:
     except KvtierError as error:
         host.problem = str(error)
         return
-    host.version = report["version"]
+    host.version, host.compiled = report["version"], report.get("compiled", True)
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(host.runtime / paths.ATTACH_SOCKET))
         pid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]

@@ -6,7 +6,7 @@ import os
 import time
 from typing import Any
 
-from kvtier_daemon import __version__
+from kvtier_daemon import __version__, store
 from kvtier_daemon.directory import OpenNamespace, Tenant
 from kvtier_daemon.movers import Movers
 from kvtier_daemon.sessions import Session, Sessions
@@ -14,6 +14,8 @@ from kvtier_daemon.slabs import State
 from kvtier_daemon.tiers import Tier
 
 _PAGES_AT_ONCE = 1000
+COMPILED = not str(store.__file__).endswith(".py")
+"""Whether the state's modules are C extensions in this process (deploy/extensions.py)."""
 
 
 class Reports:
@@ -33,6 +35,7 @@ class Reports:
         return {
             "daemon": {
                 "version": __version__,
+                "compiled": COMPILED,
                 "pid": os.getpid(),
                 "epoch": self.epoch,
                 "uptime": time.monotonic() - self.started,

@@ -242,6 +242,10 @@ def test_versions_and_namespaces_of_a_running_daemon() -> None:
     assert found.level == WARNING and "0.0.1" in found.text and kvtier_client.__version__ in found.text
     host.version = kvtier_client.__version__
     assert worst(doctor.check_daemon(host, settings())).level == OK
+    host.compiled = False
+    assert worst(doctor.check_daemon(host, settings())).level == OK
+    assert "KVTIER_COMPILE=1" in worst(doctor.check_daemon(host, settings(gpu=True))).mend
+    host.compiled = True
     host.pid, host.foreign = 0, True
     assert worst(doctor.check_daemon(host, settings())).level == OK
     assert worst(doctor.check_daemon(host, settings(gpu=True))).level == FATAL

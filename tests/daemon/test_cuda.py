@@ -9,11 +9,11 @@ import pytest
 
 from kvtier import device, driver
 from kvtier.wire import Borrowed
-from kvtier_daemon import cuda
+from kvtier_daemon import cuda, tiers
 from kvtier_daemon.cuda import CudaMedium, StreamLane
 from kvtier_daemon.jobs import Copy, Job
 from kvtier_daemon.slabs import Frame
-from tests.daemon.world import World
+from tests.daemon.world import UNIT, World
 from tests.emulation import emulated
 
 __all__ = ["emulated"]
@@ -39,9 +39,9 @@ def test_an_idle_direction_is_at_work_when_submit_returns(emulated: None, monkey
 
     monkeypatch.setattr(library, "cuMemcpyAsync", copy, raising=False)
     monkeypatch.setattr(driver, "library", lambda: library)
-    world = World(64, 64, persistent=False)
+    monkeypatch.setattr(tiers, "GRANULE", UNIT)
+    world = World(64, 64, slab=16, persistent=False)
     world.tiers[0].device = "GPU-0"
-    world.tiers[0].slab_bytes = lambda frame_bytes: 16 * frame_bytes  # type: ignore[method-assign]
     session = world.session()
     space = world.namespace(session)
     keys = world.keys(space, 8)

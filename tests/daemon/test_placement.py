@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
+
 from kvtier.wire import Borrowed, unpack_handles
+from kvtier_daemon import tiers
 from kvtier_daemon.jobs import Copy
 from kvtier_daemon.sessions import Session
 from tests.daemon.world import UNIT, World
+
+
+@pytest.fixture(autouse=True)
+def _small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "GRANULE", UNIT)
 
 
 class TwoGpus(World):
@@ -18,7 +26,6 @@ class TwoGpus(World):
         one.below = two.below = host
         for tier in (one, two):
             tier.direct = {0, 1, 2}
-            tier.slab_bytes = lambda frame_bytes: slab * UNIT  # type: ignore[method-assign]
         host.direct, file.direct = {0, 1, 2, 3}, {2, 3}
 
     def lent(self, session: Session, keys: list[bytes], tier: int | None) -> list[int]:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import msgspec
@@ -131,6 +132,7 @@ def test_the_package_is_what_debian_expects(package: Path, tmp_path: Path) -> No
     ):
         assert (tmp_path / path).is_file(), path
     assert (tmp_path / "DEBIAN/conffiles").read_text() == "/etc/kvtier/kvtierd.toml\n"
+    assert list(tmp_path.glob("usr/lib/kvtier/kvtier_daemon/store.*.so")), "compiled"
     assert not list(tmp_path.rglob("__pycache__"))
     assert not list(tmp_path.glob("usr/local")) and not list(tmp_path.glob("usr/lib/python3*"))
     for script in ("postinst", "prerm", "postrm"):
@@ -224,9 +226,12 @@ def test_the_package_installs_serves_and_goes(package: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["Containerfile.daemon", "Containerfile.worker"])
 def test_container_files_copy_what_there_is_and_all_that_the_build_needs(name: str) -> None:
     text = (DEPLOY / name).read_text()
-    copied = {source for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE) for source in line.split()[:-1]}
+    lines = re.findall(r"^COPY (?!--from)(.*)$", text, re.MULTILINE)
+    copied = {source for line in lines for source in line.split()[:-1]}
     assert all((ROOT / source).exists() for source in copied), copied
-    packages = {"kvtier", "daemon", "client", "kernels", "pyproject.toml", "README.md", "LICENSE"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    hook = project["tool"]["hatch"]["build"]["targets"]["wheel"]["hooks"]["custom"]["path"]
+    packages = {"kvtier", "daemon", "client", "kernels", "pyproject.toml", "README.md", "LICENSE", hook}
     assert packages <= copied, "the wheel is built from these"
 
 

@@ -25,8 +25,12 @@ PATIENCE = 30.0
 """Seconds after which something that should happen is taken not to."""
 ROOT = Path(__file__).parents[2]
 PYTHONPATH = os.pathsep.join(
-    [*(str(ROOT / part) for part in (".", "daemon", "client", "kernels")), os.environ.get("PYTHONPATH", "")]
-)
+    [
+        os.environ.get("KVTIER_COMPILED", ""),  # kvtier as installed, which `make test` has made
+        *(str(ROOT / part) for part in (".", "daemon", "client", "kernels")),
+        os.environ.get("PYTHONPATH", ""),
+    ]
+).strip(os.pathsep)
 _ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith("KVTIER")},
     "PYTHONPATH": PYTHONPATH,

@@ -213,6 +213,7 @@ def test_the_doctor_examines_a_running_daemon(daemon: Daemon) -> None:
     found = {finding["check"]: finding for finding in report["findings"]}
     assert done.returncode == report["status"] < 2, report
     assert found["daemon"]["level"] == "ok" and "answers" in found["daemon"]["text"]
+    assert ("compiled" in found) is ("KVTIER_COMPILED" not in os.environ), "said of one that runs from its sources"
     assert found["directories"]["level"] == "ok"
     assert any(str(daemon.ssd) in finding["text"] for finding in report["findings"]), "its own settings"
     assert "speed" not in found, "a running daemon's disk is left alone"
