@@ -42,6 +42,11 @@ LONGEST_PEER = 256 << 20
 waits for all of it; each costs its link some 3 us, 13 between GPUs."""
 
 
+def longest(origin: Tier, tier: Tier) -> int:
+    """Bytes of a run from one tier to the other at most."""
+    return LONGEST_PEER if origin.device and tier.device else LONGEST
+
+
 class Copy(Job):
     """Bytes of each of `pages` from its frame in `sources` to that in `targets`, from the tier `origin` to `tier`; in the
     `background` if nobody waits.
@@ -63,7 +68,7 @@ class Copy(Job):
         self.origin = source.tier
         self.tier = target.tier
         self.nbytes = page.nbytes
-        self.longest = LONGEST_PEER if self.origin.device and self.tier.device else LONGEST
+        self.longest = longest(self.origin, self.tier)
 
     def add(self, page: Page, source: Frame, target: Frame) -> bool:
         """Take one more page, if it follows those that there are at both ends."""

@@ -13,7 +13,7 @@ from kvtier.errors import Cancelled, KvtierError, OutOfPages
 from kvtier.sizes import format_size
 from kvtier.wire import BUSY, EXISTS, GRANTED, Body, Borrowed, Count, Pinned, Reserved, pack_handles
 from kvtier_daemon.directory import OpenNamespace, Page, Tenant
-from kvtier_daemon.jobs import Barrier, Priority
+from kvtier_daemon.jobs import Barrier, Priority, longest
 from kvtier_daemon.placement import leave_crowded, place, rise
 from kvtier_daemon.sessions import Reservation, Session, Sessions, Slot
 from kvtier_daemon.slabs import Frame, SlabClass, State
@@ -21,6 +21,8 @@ from kvtier_daemon.store import AT_ONCE, Store
 from kvtier_daemon.tiers import Tier
 
 Answer = Callable[[Body | KvtierError], None]
+_TURN = 8 * AT_ONCE
+"""Pages that a long request asks for at most before others have their turn."""
 
 
 class Operation:
@@ -95,7 +97,7 @@ class Borrowing(Operation):
     def advance(self) -> None:
         self.starved = None
         store = self.store
-        turn = len(self.held) + AT_ONCE  # what movers are given together: then others have their turn
+        turn = len(self.held) + self._turn()
         while len(self.held) < len(self.pages):
             if len(self.held) == turn:
                 store.postponed.append(self)
@@ -154,6 +156,14 @@ class Borrowing(Operation):
         lease = self.sessions.grant(self.session, frames)
         origins = bytes([origin for _, _, origin in self.held])
         return Borrowed(lease, pack_handles([frame.handle() for frame in frames]), origins)
+
+    def _turn(self) -> int:
+        """How many pages to ask for before others have their turn: some milliseconds of a link, some tenths of one here."""
+        page = self.pages[len(self.held)] if len(self.held) < len(self.pages) else None
+        found = page.ready() if page is not None else None
+        if page is None or found is None or self.tier is None:
+            return AT_ONCE
+        return max(AT_ONCE, min(_TURN, 4 * longest(found.tier, self.tier) // page.nbytes))
 
     def _count_arrived(self) -> None:
         while self.arrived < len(self.held):
@@ -250,14 +260,16 @@ class Migrating(Borrowing):
             self.store.unpin(frame)
         there = self.tier
         if self.move and there is not None:
-            for page in reversed(pages):
-                for other in page.frames:
-                    if (
-                        other is not None
-                        and other.tier is not there
-                        and (other.tier.index < there.index or other.tier.device)
-                    ):
-                        self.store.shed(other)
+            self.store.shed(
+                [
+                    other
+                    for page in reversed(pages)
+                    for other in page.frames
+                    if other is not None
+                    and other.tier is not there
+                    and (other.tier.index < there.index or other.tier.device)
+                ]
+            )
         return Count(len(pages))
 
 

@@ -51,10 +51,8 @@ def leave_crowded(store: Store, run: list[Page], tier: Tier) -> None:
     }
     if not crowded:
         return
-    replicas = [frame for page in run if page.frames[tier.index] is not None for frame in page.frames]
-    for frame in reversed(replicas):
-        if frame is not None and frame.slab.owner in crowded:
-            store.shed(frame)
+    replicas = [frame for page in reversed(run) if page.frames[tier.index] is not None for frame in page.frames]
+    store.shed([frame for frame in replicas if frame is not None and frame.slab.owner in crowded])
 
 
 def rise(store: Store, run: list[Page], home: Tier) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from kvtier.errors import KvtierError
@@ -33,7 +33,8 @@ STALLED = 2.0
 GPU_WINDOW = 256 << 20
 """Bytes of write-through from a GPU that are under way at once: its link is not kept waiting for this thread."""
 AT_ONCE = 64
-"""Jobs, or pages of their runs, handed to the movers together."""
+"""Jobs, or pages of their runs, handed to the movers together: first so that a link is soon at work. What follows at once is
+handed over by twice as many each time, for each hand-over costs both sides."""
 _REASONS = tuple(priority.name.lower() for priority in Priority)
 EVICTION_REASONS = ("demoted", "evicted", "unsaved", "vacated", "moved", "asked", "lost", "last")
 
@@ -74,6 +75,7 @@ class Store:
         self._outbox: list[Job] = []
         self._posted = 0
         """Jobs and pages in the outbox."""
+        self._at_once = AT_ONCE
         self._run: Copy | None = None
         """The run in the outbox that may still grow."""
         self.copying: dict[Frame, Copy] = {}
@@ -227,13 +229,17 @@ class Store:
         self.counters.evicted(reason, len(members))
         return len(members)
 
-    def shed(self, frame: Frame | None) -> None:
-        """Drop a replica that nobody holds, if the page is held elsewhere too."""
-        if frame is None or frame.state is not State.READY or frame.pins or frame.copies or frame.page is None:
-            return
-        if self.replicas(frame.page) > 1:
-            self.drop(frame)
-            self.counters.evicted("moved")
+    def shed(self, frames: Iterable[Frame | None]) -> None:
+        """Drop those replicas that nobody holds and whose pages are in another tier too."""
+        dropped = 0
+        for frame in frames:
+            if frame is None or frame.state is not State.READY or frame.pins or frame.copies or frame.page is None:
+                continue
+            if self.replicas(frame.page) > 1:
+                self.drop(frame)
+                dropped += 1
+        if dropped:
+            self.counters.evicted("moved", dropped)
 
     def replicas(self, page: Page) -> int:
         """In how many tiers the page could be read now."""
@@ -283,6 +289,7 @@ class Store:
                 break
         if self._outbox:
             self._send()
+        self._at_once = AT_ONCE
 
     def beat(self) -> None:
         """Now and then (about 20 times a second while anything waits): measure demand, let waiters look again."""
@@ -353,8 +360,9 @@ class Store:
 
     def _more(self) -> None:
         self._posted += 1
-        if self._posted >= AT_ONCE:
+        if self._posted >= self._at_once:
             self._send()
+            self._at_once *= 2
 
     def _send(self) -> None:
         outbox, self._outbox, self._posted, self._run = self._outbox, [], 0, None

@@ -75,6 +75,6 @@ def test_an_idle_direction_is_at_work_when_submit_returns(emulated: None, monkey
             assert isinstance(answers[0], Borrowed)
             world.sessions.release(session, answers[0].lease)
             for page in session.tenant.run(keys):
-                world.store.shed(page.frames[0])
+                world.store.shed([page.frames[0]])
     finally:
         assert lane.stop(5)

@@ -89,7 +89,7 @@ def test_any_gives_what_lies_in_no_readable_tier_in_host_memory() -> None:
     world.store_chain(session, space, keys)
     for page in session.tenant.run(keys):
         for frame in page.frames[:3]:
-            world.store.shed(frame)
+            world.store.shed([frame])
     world.settle()
     assert world.lent(session, keys, None) == [2] * 4
     assert world.lent(session, keys, 0) == [0] * 4, "and from the disk to a GPU it goes through host memory"
@@ -106,7 +106,7 @@ def test_what_is_lent_from_memory_rises_to_a_gpu_with_room() -> None:
     keys = world.keys(space, 6)
     world.store_chain(session, space, keys)
     for page in reversed(session.tenant.run(keys)):
-        world.store.shed(page.frames[0])
+        world.store.shed([page.frames[0]])
     assert world.lent(session, keys, None) == [2] * 6, "at once, where it lies"
     world.settle()
     assert world.lent(session, keys, None) == [0] * 6
@@ -122,7 +122,7 @@ def test_on_a_full_gpu_it_rises_when_it_is_borrowed_again() -> None:
     world.store_chain(session, space, keys)
     world.store_chain(session, space, others)
     for page in reversed(session.tenant.run(keys)):
-        world.store.shed(page.frames[0])
+        world.store.shed([page.frames[0]])
     tail = world.keys(space, 12, branch=1)
     operation, _ = world.reserve(session, space, tail[8:], first=8)
     for slot, parent in zip(operation.reservation.slots, tail[7:], strict=False):

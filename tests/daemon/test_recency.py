@@ -22,7 +22,7 @@ def test_a_commit_renews_the_prefix_it_stands_on() -> None:
     for other in others[:4]:
         world.store_chain(session, other, world.keys(other, 2))
     for page in reversed(session.tenant.run(chain[:8])):
-        world.store.shed(page.frames[0])  # in memory no more
+        world.store.shed([page.frames[0]])  # in memory no more
     operation, _ = world.reserve(session, space, chain[8:], first=8)
     for slot, parent in zip(operation.reservation.slots, chain[7:], strict=False):
         slot.parent = parent

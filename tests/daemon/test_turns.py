@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from kvtier.wire import Borrowed, unpack_handles
-from kvtier_daemon.jobs import Copy
+from kvtier_daemon.jobs import Copy, Job
+from kvtier_daemon.operations import _TURN
 from kvtier_daemon.store import AT_ONCE
 from tests.daemon.world import World
 
-LONG = 2 * AT_ONCE + 100
+LONG = 2 * _TURN + 100
 
 
 def test_a_long_borrow_and_a_short_one_take_turns() -> None:
@@ -26,7 +27,7 @@ def test_a_long_borrow_and_a_short_one_take_turns() -> None:
     world.store.run()
 
     slow, lent = world.borrow(session, keys)
-    assert 0 < len(slow.held) <= 2 * AT_ONCE and world.store.postponed == [slow]
+    assert 0 < len(slow.held) <= 2 * _TURN and world.store.postponed == [slow]
     _, soon = world.borrow(session, few)
     mine = next(at for at, job in enumerate(world.jobs) if isinstance(job, Copy) and job.pages[0].key == few[0])
     world.store.run()
@@ -36,6 +37,29 @@ def test_a_long_borrow_and_a_short_one_take_turns() -> None:
     assert isinstance(soon[0], Borrowed) and isinstance(lent[0], Borrowed)
     assert len(unpack_handles(lent[0].handles)) == LONG
     world.store.check()
+
+
+def test_movers_are_given_the_first_pages_early_and_the_rest_in_few_pieces() -> None:
+    world = World(LONG + 512, LONG + 512, persistent=False, slab=256)
+    session = world.session()
+    space = world.namespace(session)
+    space.orders = bytes(LONG)
+    keys = [number.to_bytes(16) for number in range(1, LONG + 1)]
+    world.store_chain(session, space, keys, tier=1)
+    spare, _ = world.reserve(session, space, [number.to_bytes(16) for number in range(5000, 5000 + LONG + 8)])
+    world.settle()  # has slabs made in the upper tier
+    world.sessions.abandon(session, spare.reservation, spare.reservation.slots)
+    world.store.run()
+    given: list[int] = []
+
+    def submit(jobs: list[Job]) -> None:
+        given.append(sum(len(job.pages) for job in jobs if isinstance(job, Copy)))
+        world.jobs.extend(jobs)
+
+    world.store.submit = submit
+    world.borrow(session, keys)
+    assert given[0] == AT_ONCE and sum(given) == 2 * _TURN
+    assert len(given) <= 2 * 4, given
 
 
 def test_a_long_borrow_that_is_taken_back_holds_nothing() -> None:
