@@ -312,12 +312,9 @@ class Daemon:
 
     def _event(self, event: str, page: Page) -> None:
         """Tell subscribers of the page's tenant."""
-        tenant = page.namespace.tenant
-        for session in self.sessions.by_id.values():
-            if session.subscribers and session.tenant is tenant:
-                body = [event, page.namespace.seed, page.number, page.key]
-                for identity in list(session.subscribers):
-                    self.server.event(session, identity, body)
+        for identity, session in list(self.sessions.subscribers.items()):
+            if session.tenant is page.namespace.tenant:
+                self.server.event(session, identity, [event, page.namespace.seed, page.number, page.key])
 
     def _on_signal(self) -> None:
         numbers = os.read(self._signals, 64)

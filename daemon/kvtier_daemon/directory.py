@@ -26,7 +26,7 @@ _MANY = 1024
 class OpenNamespace:
     """A namespace as this daemon knows it: `id` is what requests name it by, `seed` its digest."""
 
-    __slots__ = ("borrowed", "id", "orders", "pages", "schedule", "seed", "sizes", "spec", "tenant")
+    __slots__ = ("borrowed", "id", "orders", "pages", "schedule", "seed", "sizes", "spec", "tenant", "tokens")
 
     def __init__(self, namespace_id: int, tenant: Tenant, spec: Namespace) -> None:
         self.id = namespace_id
@@ -34,7 +34,9 @@ class OpenNamespace:
         self.spec = spec
         self.seed = spec.digest()
         self.schedule = spec.schedule
-        self.sizes = [spec.page_bytes(order) for order in range(self.schedule.top_order + 1)]
+        orders = range(self.schedule.top_order + 1)
+        self.sizes = [spec.page_bytes(order) for order in orders]
+        self.tokens = [self.schedule.unit_tokens << order for order in orders]
         self.orders = bytes(map(self.schedule.order, range(self.schedule.pages(17 * self.schedule.cap_tokens))))
         """By page number, for all pages up to the first few of the top order."""
         self.pages = 0
@@ -66,8 +68,7 @@ class Page:
     @property
     def tokens(self) -> int:
         namespace = self.namespace
-        order = namespace.orders[self.number] if self.number < len(namespace.orders) else namespace.schedule.top_order
-        return namespace.schedule.unit_tokens << order
+        return namespace.tokens[namespace.orders[self.number] if self.number < len(namespace.orders) else -1]
 
     def ready(self) -> Frame | None:
         """Its replica in the fastest tier that has one."""

@@ -140,7 +140,7 @@ class Server:
         """Send a subscriber something unasked; one whose channel is gone is a subscriber no more."""
         data = wire.encode_reply(0, self.epoch, session.notices, "event", body)
         if not self._send(session, identity, data, None):
-            session.subscribers.discard(identity)
+            self.sessions.subscribers.pop(identity, None)
 
     def close(self) -> None:
         self.router.close(0)

@@ -68,7 +68,7 @@ class Session:
             "read_only",
             "readable",
         ),
-        *("requests", "reservations", "since", "slabs", "space", "subscribers", "tenant", "token", "uid"),
+        *("requests", "reservations", "since", "slabs", "space", "tenant", "token", "uid"),
     )
 
     def __init__(self, session_id: int, tenant: Tenant, *, name: str, pid: int, uid: int, process: int) -> None:
@@ -91,7 +91,6 @@ class Session:
         self.slabs: set[int] = set()
         self.space: OpenNamespace | None = None
         """The namespace that it opened last."""
-        self.subscribers: set[bytes] = set()
         self.notices = 0
         self.requests = 0
         self.since = 0.0
@@ -106,6 +105,8 @@ class Sessions:
         self.store = store
         self.by_id: dict[int, Session] = {}
         self.by_token: dict[bytes, Session] = {}
+        self.subscribers: dict[bytes, Session] = {}
+        """Channels that are told of pages that come and go, and whose they are."""
         self.pins: dict[int, tuple[Tenant, list[Frame]]] = {}
         self.quarantine: dict[int, list[Frame]] = {}
         self._next = (secrets.randbits(30) << 32) + 1
@@ -182,6 +183,7 @@ class Sessions:
             return
         session.gone = True
         del self.by_id[session.id], self.by_token[session.token]
+        self.subscribers = {channel: other for channel, other in self.subscribers.items() if other is not session}
         if session.probe is not None:
             os.close(session.probe[0])
             session.probe = None

@@ -293,7 +293,7 @@ class Verbs:
         return wire.LoggedAt(before)
 
     def _subscribe(self, session: Session, identity: bytes, _: wire.Subscribe, __: Answer) -> wire.Body:
-        session.subscribers.add(identity)
+        self.sessions.subscribers[identity] = session
         return wire.Done()
 
     def _cancel(self, session: Session, _: bytes, body: wire.Cancel, __: Answer) -> wire.Body:
@@ -345,7 +345,7 @@ class Verbs:
         if parent is None or parent.namespace is not space:
             reachable = number == 0 and slot.parent == space.seed
         else:
-            if not space.schedule.top_order:
+            if len(space.sizes) == 1:
                 number = parent.number + 1  # pages of one size: what the writer took it for decides nothing
             reachable = parent.number == number - 1
         if not reachable:
