@@ -38,6 +38,7 @@ class Worker:
         self.first = b""
         self.says: Callable[[bytes, int], bytes | Sequence[int]] = lambda prompt, sample: b"Hello there"
         self.fails: BaseException | None = None
+        self.in_step = 0.0
 
     def submit(self, tokens: Sequence[int], sampling: Sampling, *, salt: str = "") -> Request:
         request = Request(list(tokens), sampling, salt)

@@ -167,6 +167,33 @@ def test_a_stop_string_ends_one_of_several_answers(served: Served) -> None:
     assert [choice["message"]["content"] for choice in choices] == ["one", "four", ""]
 
 
+def test_the_worker_need_not_go_on_with_a_sample_that_stopped(served: Served) -> None:
+    served.worker.manual = True
+    answers: list[httpx2.Response] = []
+    asking = threading.Thread(target=lambda: answers.append(served.chat(n=2, stop=".")))
+    asking.start()
+    request = served.worker.wait()
+    for token in b"one. two":
+        put(request, token, sample=1)
+    eventually(lambda: not request.wants(1), "the worker is told")
+    assert request.wants(0) and not request.cancelled.is_set()
+    request.end(1, "cancelled")
+    for token in (*b"none", END):
+        put(request, token)
+    request.end(0, "stop")
+    asking.join()
+    assert [choice["message"]["content"] for choice in answers[0].json()["choices"]] == ["none", "one"]
+    eventually(lambda: served.service.bridge.in_flight == 0, "their places are free")
+
+
+def test_a_worker_that_hangs_is_not_healthy(served: Served) -> None:
+    served.worker.in_step = app.HUNG + 1
+    response = served.http.get("/health")
+    assert response.status_code == 503 and response.json()["status"] == "hung"
+    served.worker.in_step = 0.0
+    assert served.http.get("/health").status_code == 200
+
+
 def test_what_is_said_reaches_the_worker(served: Served) -> None:
     said = {"temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "repetition_penalty": 1.1, "seed": 7, "n": 2}
     served.chat(**said, ignore_eos=True, stop_token_ids=[65], max_tokens=9, cache_salt="mine")

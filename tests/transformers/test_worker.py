@@ -102,6 +102,20 @@ def test_cancelling_frees_all_that_was_held(smol: Plain, worker: Worker) -> None
         list(request)
 
 
+def test_one_sample_is_cancelled_and_the_others_go_on(smol: Plain, worker: Worker) -> None:
+    prompt = smol.tokens(STORY * 2)
+    request = worker.submit(prompt, Sampling(max_tokens=COUNT, n=3))
+    request.cancel(2)  # before there is more than the prompt that all share
+    while worker.counters["tokens"] < 9:
+        worker.step()
+    request.cancel(0)
+    run(worker)
+    first, second, third = said(request)
+    assert request.finish == ["cancelled", "length", "cancelled"]
+    assert second == smol.says(prompt, COUNT)
+    assert len(third) <= 1 < len(first) < COUNT and first == second[: len(first)]
+
+
 def test_cancelled_while_its_pages_are_on_their_way(smol: Plain, worker: Worker) -> None:
     prompt = smol.tokens(STORY * 2)
     said_by(worker, prompt)

@@ -178,6 +178,8 @@ def _advance(
         piece = texts[index].take(all_of_it=finish is not None)
         if finish is not None:
             ended.add(index)
+            if not over:
+                run.cancel(prompt, index - samples.start)
         if finish is not None or piece.text:
             yield Part(index, piece, finish)
     if not over and ended.issuperset(samples):

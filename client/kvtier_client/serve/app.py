@@ -43,6 +43,8 @@ _BODY, _BODY_A_TOKEN, _LARGEST_BODY = 1 << 20, 64, 1 << 28
 _BODY_SECONDS = 60.0
 _HEALTH = "/health"
 """Asked often, by who holds no key: not logged, and open."""
+HUNG = 300.0
+"""Seconds in one step of the worker after which it is not healthy: kernels that are compiled first take a minute or two."""
 _GONE = 499
 """What the access log says of a client that did not wait; nobody receives it."""
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
@@ -305,21 +307,23 @@ def _described(service: Service) -> dict[str, Any]:
 def _health(service: Service) -> Answering:
     async def answer(request: Request) -> Response:
         bridge = service.bridge
+        hung = bridge.in_step > HUNG
         return _json(
             {
-                "status": "ok",
+                "status": "hung" if hung else "ok",
                 "model": service.name,
                 "samples_in_flight": bridge.in_flight,
                 "samples_at_most": bridge.limit,
                 "totals": asdict(bridge.totals),
-            }
+            },
+            503 if hung else 200,
         )
 
     return answer
 
 
-def _json(content: Any) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status_code=status, media_type="application/json")
 
 
 def _not_here(request: Request, error: HTTPException) -> Response:

@@ -80,6 +80,11 @@ class Bridge:
         self._mailbox: Mailbox | None = None
         self._closing = False
 
+    @property
+    def in_step(self) -> float:
+        """Seconds that the worker has been in the step that it is in."""
+        return float(self._worker.in_step)
+
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """A request that is being read has a place, as if it were one sample. Raises Refused where there is none."""
@@ -200,10 +205,11 @@ class Run:
             raise Gone
         return [event for event in found if event is not None]
 
-    def cancel(self, prompt: int) -> None:
-        """The rest of this prompt's answer is not needed."""
-        self._wanted.discard(prompt)
-        self.requests[prompt].cancel()
+    def cancel(self, prompt: int, sample: int | None = None) -> None:
+        """The rest of this prompt's answer, or of one of its samples, is not needed."""
+        if sample is None:
+            self._wanted.discard(prompt)
+        self.requests[prompt].cancel(sample)
 
     def close(self) -> None:
         """Nobody waits any more: cancel what is not done. May be called again."""

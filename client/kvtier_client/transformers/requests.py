@@ -44,6 +44,7 @@ class Request:
         self.cached_tokens = 0
         self.finish: list[str | None] = [None] * sampling.n
         self.cancelled = threading.Event()
+        self._unwanted: set[int] = set()
         self._out: queue.SimpleQueue[Token | BaseException | None] = queue.SimpleQueue()
         self._ended: BaseException | bool | None = False
         self._lock = threading.Lock()
@@ -76,11 +77,19 @@ class Request:
                 call(self._out.get())
             self._hand_over = call
 
-    def cancel(self) -> None:
-        """Take it back: what it holds is given up at the worker's next step. Never raises, may be called at any time."""
-        self.cancelled.set()
+    def cancel(self, sample: int | None = None) -> None:
+        """Take it back, or one of its samples: what that holds is given up at the worker's next step. Never raises, may be
+        called at any time."""
+        if sample is None:
+            self.cancelled.set()
+        else:
+            self._unwanted.add(sample)
 
     # The worker's side
+
+    def wants(self, sample: int) -> bool:
+        """Whether somebody still waits for this sample."""
+        return not self.cancelled.is_set() and sample not in self._unwanted
 
     def put(self, token: Token) -> None:
         self._put(token)

@@ -108,10 +108,10 @@ class Roster:
 
     def cancel(self) -> None:
         for sequence in [*self.running, *self.waiting]:
-            if sequence.request.cancelled.is_set():
+            if _unwanted(sequence):
                 self.end(sequence, "cancelled")
         for sequence, _ in self._leaving:
-            if sequence.request.cancelled.is_set():
+            if _unwanted(sequence):
                 self._finish(sequence, "cancelled")
 
     def _admit(self) -> None:
@@ -358,6 +358,12 @@ class Roster:
 
 def _age(sequence: Sequence) -> tuple[int, int]:
     return sequence.age
+
+
+def _unwanted(sequence: Sequence) -> bool:
+    """Whether nobody waits for it. One that still stands for all samples of its request is wanted while that is."""
+    request = sequence.request
+    return request.cancelled.is_set() if sequence.samples > 1 else not request.wants(sequence.sample)
 
 
 def _done(sequence: Sequence) -> bool:

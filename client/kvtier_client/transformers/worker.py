@@ -100,6 +100,7 @@ class Worker:
         self._thread: threading.Thread | None = None
         self.counters = {"steps": 0, "tokens": 0, "prefilled": 0, "borrowed": 0, "preempted": 0, "restarted": 0}
         self._next_opening = 0.0
+        self._step_began = 0.0
         self.roster = Roster(
             most=max_batch,
             ahead=4 * self.step_tokens,
@@ -156,8 +157,21 @@ class Worker:
         self.roster.close()
         attention.take_back(self.model)
 
+    @property
+    def in_step(self) -> float:
+        """Seconds that the step under way has taken; 0 between steps. Any thread may ask."""
+        began = self._step_began
+        return time.monotonic() - began if began else 0.0
+
     def step(self) -> bool:
         """One turn of the loop, for those who run it themselves. Whether there is anything left to do."""
+        self._step_began = time.monotonic()
+        try:
+            return self._turn()
+        finally:
+            self._step_began = 0.0
+
+    def _turn(self) -> bool:
         self._receive()
         self.roster.cancel()
         work = plan(self.roster.running, self.step_tokens)
