@@ -85,8 +85,10 @@ class Borrowing(Operation):
         self.session = session
         self.pages = pages
         self.tier = tier
-        self.held: list[tuple[Frame, int, int]] = []
-        """(frame, its generation, index of the tier that the page was found in)."""
+        self.held: list[Frame] = []
+        self.generations: list[int] = []
+        self.origins = bytearray()
+        """Of the frames held; the tiers that the pages were found in, by index."""
         self.arrived = 0
         self.touched = False
         self.starved: SlabClass | None = None
@@ -105,8 +107,7 @@ class Borrowing(Operation):
             page = self.pages[len(self.held)]
             there = page.frames[self.tier.index] if self.tier is not None else None
             if there is not None and there.state is State.READY and not page.gone:
-                store.pin(there)
-                self.held.append((there, there.generation, there.tier.index))
+                self._hold(there, there.tier)
                 continue
             found = page.ready()
             if page.gone or found is None:
@@ -121,8 +122,7 @@ class Borrowing(Operation):
                 self.starved = store.starved
                 wait_for(self, self.starved)
                 break
-            store.pin(frame)
-            self.held.append((frame, frame.generation, found.tier.index))
+            self._hold(frame, found.tier)
         if len(self.held) == len(self.pages):
             self._touch()  # while the copies are under way, rather than when the last of them has come
         self._count_arrived()
@@ -154,8 +154,13 @@ class Borrowing(Operation):
 
     def result(self, frames: list[Frame]) -> Body:
         lease = self.sessions.grant(self.session, frames)
-        origins = bytes([origin for _, _, origin in self.held])
-        return Borrowed(lease, pack_handles([frame.handle() for frame in frames]), origins)
+        return Borrowed(lease, pack_handles([frame.handle() for frame in frames]), bytes(self.origins))
+
+    def _hold(self, frame: Frame, origin: Tier) -> None:
+        self.store.pin(frame)
+        self.held.append(frame)
+        self.generations.append(frame.generation)
+        self.origins.append(origin.index)
 
     def _turn(self) -> int:
         """How many pages to ask for before others have their turn: some milliseconds of a link, some tenths of one here."""
@@ -167,8 +172,8 @@ class Borrowing(Operation):
 
     def _count_arrived(self) -> None:
         while self.arrived < len(self.held):
-            page, (frame, generation, _) = self.pages[self.arrived], self.held[self.arrived]
-            if frame.page is not page or frame.generation != generation:
+            page, frame = self.pages[self.arrived], self.held[self.arrived]
+            if frame.page is not page or frame.generation != self.generations[self.arrived]:
                 self._cut(self.arrived)  # its copy failed
             elif frame.state is State.READY:
                 self.arrived += 1
@@ -183,20 +188,22 @@ class Borrowing(Operation):
 
     def _cut(self, length: int) -> None:
         """Ask for no more than the first `length` pages."""
-        for page, (frame, generation, _) in zip(self.pages[length:], self.held[length:], strict=False):
+        for page, frame, generation in zip(
+            self.pages[length:], self.held[length:], self.generations[length:], strict=False
+        ):
             if frame.page is page and frame.generation == generation:
                 self.store.unpin(frame)
-        del self.pages[length:], self.held[length:]
+        del self.pages[length:], self.held[length:], self.generations[length:], self.origins[length:]
 
     def _grant(self) -> None:
         if self.counted:
-            count_hits(self.store, self.pages, [origin for _, _, origin in self.held])
+            count_hits(self.store, self.pages, self.origins)
         self._touch()
         if self.tier is not None:
             leave_crowded(self.store, self.pages, self.tier)
         elif self.session.home is not None:
             rise(self.store, self.pages, self.session.home)
-        self.finish(self.result([frame for frame, _, _ in self.held]))
+        self.finish(self.result(self.held))
 
 
 def lend_at_once(
