@@ -6,6 +6,7 @@ deadline, `cancel` the end of its session or its owner's change of mind. It answ
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 
@@ -21,6 +22,7 @@ from kvtier_daemon.store import AT_ONCE, Store
 from kvtier_daemon.tiers import Tier
 
 Answer = Callable[[Body | KvtierError], None]
+_numbers = itertools.count()
 _TURN = 8 * AT_ONCE
 """Pages that a long request asks for at most before others have their turn."""
 
@@ -30,6 +32,8 @@ class Operation:
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
+        self.number = next(_numbers)
+        """Who came first has the lowest."""
         self.done = False
         self.space: OpenNamespace | None = None
         """Where it is going to write."""
@@ -53,6 +57,13 @@ class Operation:
     def expire(self) -> None:
         """The deadline has come: answer with what there is."""
         raise NotImplementedError
+
+    def holds(self) -> int:
+        """Frames that nobody else can have while it waits."""
+        return 0
+
+    def let_go(self) -> None:
+        """Give them up. Woken, it begins anew."""
 
     def cancel(self) -> None:
         """Give everything back and answer `Cancelled`."""
@@ -130,8 +141,11 @@ class Borrowing(Operation):
             self._grant()
 
     def expire(self) -> None:
+        if not self.done and not self.held:
+            self.advance()  # it may have let go of what is still there
         if self.done:
             return
+        self._count_arrived()
         if not self.arrived and self.starved is not None and not self.held:
             self.store.counters.out_of_pages += 1
             self.finish(starvation(self.starved, len(self.pages)))
@@ -155,6 +169,13 @@ class Borrowing(Operation):
     def result(self, frames: list[Frame]) -> Body:
         lease = self.sessions.grant(self.session, frames)
         return Borrowed(lease, pack_handles([frame.handle() for frame in frames]), bytes(self.origins))
+
+    def holds(self) -> int:
+        return len(self.held)
+
+    def let_go(self) -> None:
+        self._release(0)
+        self.arrived = 0
 
     def _hold(self, frame: Frame, origin: Tier) -> None:
         self.store.pin(frame)
@@ -188,12 +209,17 @@ class Borrowing(Operation):
 
     def _cut(self, length: int) -> None:
         """Ask for no more than the first `length` pages."""
+        self._release(length)
+        del self.pages[length:]
+
+    def _release(self, length: int) -> None:
+        """Hold no more than the first `length` pages."""
         for page, frame, generation in zip(
             self.pages[length:], self.held[length:], self.generations[length:], strict=False
         ):
             if frame.page is page and frame.generation == generation:
                 self.store.unpin(frame)
-        del self.pages[length:], self.held[length:], self.generations[length:], self.origins[length:]
+        del self.held[length:], self.generations[length:], self.origins[length:]
 
     def _grant(self) -> None:
         if self.counted:
@@ -335,11 +361,9 @@ class Reserving(Operation):
             number, key, parent = self.pages[len(self.status)]
             if key and key in tenant.pages:
                 self.status.append(EXISTS)
-                store.counters.exists += 1
                 continue
             if key and key in tenant.writing:
                 self.status.append(BUSY)
-                store.counters.busy += 1
                 continue
             owner = store.class_of(self.tier, tenant, namespace.page_bytes(number))
             frame = store.take(owner, State.RESERVED)
@@ -351,10 +375,11 @@ class Reserving(Operation):
                 tenant.writing.add(key)
             self.reservation.slots.append(Slot(frame, number, key, parent))
             self.status.append(GRANTED)
-            store.counters.reserved += 1
         self._grant()
 
     def expire(self) -> None:
+        if not self.done and not self.reservation.slots:
+            self.advance()  # it may have let go
         if self.done:
             return
         if self.starved is not None and not self.reservation.slots:
@@ -365,11 +390,22 @@ class Reserving(Operation):
 
     def cancel(self) -> None:
         if not self.done:
-            self.sessions.abandon(self.session, self.reservation, self.reservation.slots)
+            self.let_go()
             super().cancel()
 
+    def holds(self) -> int:
+        return len(self.reservation.slots)
+
+    def let_go(self) -> None:
+        self.sessions.abandon(self.session, self.reservation, self.reservation.slots)
+        self.reservation.slots.clear()
+        self.status.clear()
+
     def _grant(self) -> None:
-        slots = self.reservation.slots
+        slots, counters = self.reservation.slots, self.store.counters
+        counters.reserved += len(slots)
+        counters.exists += self.status.count(EXISTS)
+        counters.busy += self.status.count(BUSY)
         if slots:
             self.session.reservations[self.reservation.id] = self.reservation
         handles = pack_handles([slot.frame.handle() for slot in slots if slot.frame is not None])

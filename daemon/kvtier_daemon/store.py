@@ -296,6 +296,7 @@ class Store:
         now = self.clock()
         elapsed, self._rated = max(1e-3, now - self._rated), now
         for tier in self.tiers:
+            self._make_way(tier)
             for owner in tier.classes.values():
                 owner.forecast(elapsed)
                 self.wake(owner)
@@ -303,6 +304,24 @@ class Store:
                 self._give_up(tier)
         self.watchers = [watcher for watcher in self.watchers if not watcher.done]
         self.runnable.extend(self.watchers)
+
+    def _make_way(self, tier: Tier) -> None:
+        """Who waits for frames of `tier` holds others meanwhile. If none of them has got on since the last beat, only the
+        first to come keeps what it holds, and goes on first: they could wait for each other until their deadlines."""
+        before = tier.waiting
+        tier.waiting = {
+            operation: operation.holds()
+            for owner in tier.classes.values()
+            for operation in owner.waiters
+            if not operation.done
+        }
+        if len(tier.waiting) < 2 or tier.waiting != before:
+            return
+        first = min(tier.waiting, key=lambda operation: operation.number)
+        for operation in tier.waiting:
+            if operation is not first and operation.holds():
+                operation.let_go()
+        self.runnable.appendleft(first)
 
     def _give_up(self, tier: Tier) -> None:
         """`tier` is stalled: what has to leave its slab now is lost rather than waited for."""

@@ -16,6 +16,7 @@ from kvtier_daemon.slabs import Slab, SlabClass, State
 
 if TYPE_CHECKING:
     from kvtier_daemon.directory import Page, Tenant
+    from kvtier_daemon.operations import Operation
 
 GRANULE = 2 << 20
 """Bytes. cudaMalloc rounds to this, and smaller allocations share what an IPC handle exports."""
@@ -54,6 +55,8 @@ class Tier:
         self.unsaved: OrderedDict[Page, None] = OrderedDict()
         self.unsaved_bytes = 0
         self.writing = 0
+        self.waiting: dict[Operation, int] = {}
+        """Who waited for frames at the last beat, and how many each held."""
         self.progressed = 0.0
         """Monotonic time of the last copy into this tier that ended, or of when the first of a row was queued."""
         self.closed = False

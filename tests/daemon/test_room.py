@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from kvtier.config import Size
+from kvtier.wire import GRANTED, Borrowed, Reserved, unpack_handles
+from kvtier_daemon.directory import OpenNamespace
+from kvtier_daemon.sessions import Session
 from tests.daemon.world import UNIT, World
 
 
@@ -102,4 +105,90 @@ def test_a_slab_that_another_class_waits_for_does_not_outgrow_the_write_queue() 
     assert len(heir.free) == 2
     assert set(world.index) == set(keys[:3]) and session.tenant.count(keys) == 3, "the head is kept, not the tail"
     assert world.store.counters.evictions["unsaved"] == 5
+    world.store.check()
+
+
+def _two_sizes(world: World, session: Session, name: str, *, stored: bool) -> tuple[OpenNamespace, list[bytes]]:
+    """A chain of four pages of a unit and one of two, by itself on the disk or nowhere."""
+    space = world.namespace(session, name)
+    space.sizes = [UNIT, 2 * UNIT]
+    space.orders = bytes([0, 0, 0, 0, 1])
+    keys = [name.encode() * 8 + number.to_bytes(8) for number in range(5)]
+    if stored:
+        world.store_chain(session, space, keys)
+        world.store.shed([page.frames[0] for page in reversed(session.tenant.run(keys))])
+        world.settle()
+        assert not any(page.frames[0] for page in session.tenant.run(keys))
+    return space, keys
+
+
+def test_borrows_that_each_hold_what_another_needs() -> None:
+    """Each has four pages, which is all the memory there is, and waits for a frame of the other size."""
+    world = World(12, 64)
+    sessions = [world.session() for _ in range(3)]
+    chains = [_two_sizes(world, session, name, stored=True)[1] for session, name in zip(sessions, "abc", strict=True)]
+    for slab in list(world.tiers[0].slabs.values()):
+        world.store.room.vacate(slab)
+    world.settle()
+    heads = [world.borrow(session, keys[:4])[1] for session, keys in zip(sessions, chains, strict=True)]
+    world.settle()  # all of the memory has pages of a unit, leased
+    lent = [(session, *world.borrow(session, keys)) for session, keys in zip(sessions, chains, strict=True)]
+    for session, (answer,) in zip(sessions, heads, strict=True):
+        assert isinstance(answer, Borrowed)
+        world.sessions.release(session, answer.lease)
+    world.store.run()
+    world.settle()
+    assert [operation.holds() for _, operation, _ in lent] == [4, 4, 4] and not any(answers for *_, answers in lent)
+    beats = 0
+    for session, operation, answers in lent:
+        while not operation.done:
+            world.store.beat()
+            world.store.run()
+            world.settle()
+            world.store.check()
+            beats += 1
+            assert beats < 20, "they wait for each other"
+        (answer,) = answers
+        assert isinstance(answer, Borrowed) and len(unpack_handles(answer.handles)) == 5, "all of it"
+        world.sessions.release(session, answer.lease)
+        world.store.run()
+
+
+def test_reserves_that_each_hold_what_another_needs() -> None:
+    world = World(8, persistent=False)
+    sessions = [world.session(), world.session()]
+    asked = []
+    for session, name in zip(sessions, "ab", strict=True):
+        space, keys = _two_sizes(world, session, name, stored=False)
+        asked.append((session, *world.reserve(session, space, keys)))
+        while world.jobs:
+            world.do(world.ready_jobs()[0])
+    (first, one, granted), (_, two, waits) = asked
+    assert one.holds() == two.holds() == 4 and not granted and not waits
+    for _ in range(3):
+        world.store.beat()
+        world.store.run()
+        world.settle()
+    assert len(granted) == 1 and not waits
+    assert isinstance(granted[0], Reserved) and granted[0].status == bytes([GRANTED] * 5)
+    assert world.store.counters.reserved == 5, "what was let go of was not given"
+    world.sessions.abandon(first, one.reservation, one.reservation.slots)
+    world.store.run()
+    two.expire()
+    assert isinstance(waits[0], Reserved) and waits[0].status.count(GRANTED) >= 4
+    world.store.check()
+
+
+def test_what_a_borrow_let_go_of_is_lent_at_its_deadline_if_it_is_there() -> None:
+    world = World(8, 64)
+    sessions = [world.session(), world.session()]
+    chains = [_two_sizes(world, session, name, stored=True)[1] for session, name in zip(sessions, "ab", strict=True)]
+    lent = [world.borrow(session, keys) for session, keys in zip(sessions, chains, strict=True)]
+    world.settle()
+    (_, second) = lent
+    second[0].let_go()
+    assert second[0].holds() == 0
+    second[0].expire()
+    (answer,) = second[1]
+    assert isinstance(answer, Borrowed) and len(unpack_handles(answer.handles)) == 4
     world.store.check()
