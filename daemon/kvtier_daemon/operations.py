@@ -59,7 +59,7 @@ class Operation:
         raise NotImplementedError
 
     def holds(self) -> int:
-        """Frames that nobody else can have while it waits."""
+        """Frames that nobody else can have while it waits for one more."""
         return 0
 
     def let_go(self) -> None:
@@ -171,7 +171,7 @@ class Borrowing(Operation):
         return Borrowed(lease, pack_handles([frame.handle() for frame in frames]), bytes(self.origins))
 
     def holds(self) -> int:
-        return len(self.held)
+        return len(self.held) if self.starved is not None else 0
 
     def let_go(self) -> None:
         self._release(0)
