@@ -200,7 +200,8 @@ def test_a_client_that_hangs_up_leaves_nothing_behind(server: Server, host: Host
             return int(client.get(f"{root}/health").json()["samples_in_flight"])
 
         with client.stream("POST", f"{server.ready['url']}/completions", json=body) as response:
-            first = next(response.iter_lines())
+            lines = response.iter_lines()  # kept: without it the client hangs up at once
+            first = next(lines)
             assert response.status_code == 200, first
             eventually(lambda: in_flight() == 1, f"it runs, and an earlier one has ended: {first}")
         eventually(lambda: in_flight() == 0, "it is cancelled")
