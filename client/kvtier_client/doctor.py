@@ -566,11 +566,8 @@ def check_daemon(host: Host, config: Config) -> Iterator[Finding]:
     if not host.compiled:
         level = WARNING if _cuda_tiers(config) else OK
         yield Finding(
-            *(
-                "compiled",
-                level,
-                "kvtierd runs from its sources: a page's move takes it several times the processor time",
-            ),
+            *("compiled", level),
+            "kvtierd runs from its sources: a page's move takes it several times the processor time",
             "install it with KVTIER_COMPILE=1 (docs/operations.md)" if level == WARNING else "",
         )
     if host.foreign or (host.pid and host.apart()):

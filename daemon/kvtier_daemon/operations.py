@@ -166,9 +166,9 @@ class Borrowing(Operation):
             self.store.counters.asked(self.asked, tokens)
         super().finish(result)
 
-    def result(self, frames: list[Frame]) -> Body:
-        lease = self.sessions.grant(self.session, frames)
-        return Borrowed(lease, pack_handles([frame.handle() for frame in frames]), bytes(self.origins))
+    def result(self) -> Body:
+        lease = self.sessions.grant(self.session, self.held)
+        return Borrowed(lease, pack_handles([frame.handle() for frame in self.held]), bytes(self.origins))
 
     def holds(self) -> int:
         return len(self.held) if self.starved is not None else 0
@@ -229,7 +229,7 @@ class Borrowing(Operation):
             leave_crowded(self.store, self.pages, self.tier)
         elif self.session.home is not None:
             rise(self.store, self.pages, self.session.home)
-        self.finish(self.result(self.held))
+        self.finish(self.result())
 
 
 def lend_at_once(
@@ -275,10 +275,10 @@ class Pinning(Borrowing):
 
     counted = False
 
-    def result(self, frames: list[Frame]) -> Body:
+    def result(self) -> Body:
         pin = self.sessions.new_id()
-        self.sessions.pins[pin] = (self.session.tenant, frames)
-        return Pinned(pin, len(frames))
+        self.sessions.pins[pin] = (self.session.tenant, self.held)
+        return Pinned(pin, len(self.held))
 
 
 class Migrating(Borrowing):
@@ -287,23 +287,22 @@ class Migrating(Borrowing):
     counted = False
     move = False
 
-    def result(self, frames: list[Frame]) -> Body:
-        pages = list(self.pages)
-        for frame in reversed(frames):
+    def result(self) -> Body:
+        for frame in reversed(self.held):
             self.store.unpin(frame)
         there = self.tier
         if self.move and there is not None:
             self.store.shed(
                 [
                     other
-                    for page in reversed(pages)
+                    for page in reversed(self.pages)
                     for other in page.frames
                     if other is not None
                     and other.tier is not there
                     and (other.tier.index < there.index or other.tier.device)
                 ]
             )
-        return Count(len(pages))
+        return Count(len(self.pages))
 
 
 class Prefetching(Operation):

@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 from kvtier.wire import Borrowed, unpack_handles
+from kvtier_daemon.directory import OpenNamespace
 from kvtier_daemon.jobs import Copy, Job
 from kvtier_daemon.operations import _TURN
+from kvtier_daemon.sessions import Session
 from kvtier_daemon.store import AT_ONCE
 from tests.daemon.world import World
 
 LONG = 2 * _TURN + 100
 
 
+def _stored(world: World, session: Session, model: str, first: int, count: int) -> tuple[OpenNamespace, list[bytes]]:
+    """A namespace of pages of one size, and the keys of so many in the lower tier."""
+    space = world.namespace(session, model)
+    space.orders = bytes(LONG)
+    keys = [number.to_bytes(16) for number in range(first, first + count)]
+    world.store_chain(session, space, keys, tier=1)
+    return space, keys
+
+
+def _make_slabs(world: World, session: Session, space: OpenNamespace) -> None:
+    """Have the upper tier's slabs made, and free."""
+    spare, _ = world.reserve(session, space, [number.to_bytes(16) for number in range(5000, 5000 + LONG + 8)])
+    world.settle()
+    world.sessions.abandon(session, spare.reservation, spare.reservation.slots)
+    world.store.run()
+
+
 def test_a_long_borrow_and_a_short_one_take_turns() -> None:
     world = World(LONG + 512, LONG + 512, persistent=False, slab=256)
     session = world.session()
-    long, short = world.namespace(session, "long"), world.namespace(session, "short")
-    long.orders = short.orders = bytes(LONG)
-    keys = [number.to_bytes(16) for number in range(1, LONG + 1)]
-    few = [number.to_bytes(16) for number in range(LONG + 1, LONG + 5)]
-    for space, chain in ((long, keys), (short, few)):
-        world.store_chain(session, space, chain, tier=1)
-
-    spare, _ = world.reserve(session, long, [number.to_bytes(16) for number in range(5000, 5000 + LONG + 8)])
-    world.settle()  # has slabs made in the upper tier
-    world.sessions.abandon(session, spare.reservation, spare.reservation.slots)
-    world.store.run()
+    long, keys = _stored(world, session, "long", 1, LONG)
+    _, few = _stored(world, session, "short", LONG + 1, 4)
+    _make_slabs(world, session, long)
 
     slow, lent = world.borrow(session, keys)
     assert 0 < len(slow.held) <= 2 * _TURN and world.store.postponed == [slow]
@@ -42,14 +53,8 @@ def test_a_long_borrow_and_a_short_one_take_turns() -> None:
 def test_movers_are_given_the_first_pages_early_and_the_rest_in_few_pieces() -> None:
     world = World(LONG + 512, LONG + 512, persistent=False, slab=256)
     session = world.session()
-    space = world.namespace(session)
-    space.orders = bytes(LONG)
-    keys = [number.to_bytes(16) for number in range(1, LONG + 1)]
-    world.store_chain(session, space, keys, tier=1)
-    spare, _ = world.reserve(session, space, [number.to_bytes(16) for number in range(5000, 5000 + LONG + 8)])
-    world.settle()  # has slabs made in the upper tier
-    world.sessions.abandon(session, spare.reservation, spare.reservation.slots)
-    world.store.run()
+    space, keys = _stored(world, session, "long", 1, LONG)
+    _make_slabs(world, session, space)
     given: list[int] = []
 
     def submit(jobs: list[Job]) -> None:
@@ -65,10 +70,7 @@ def test_movers_are_given_the_first_pages_early_and_the_rest_in_few_pieces() -> 
 def test_a_long_borrow_that_is_taken_back_holds_nothing() -> None:
     world = World(LONG + 512, LONG + 512, persistent=False, slab=256)
     session = world.session()
-    space = world.namespace(session)
-    space.orders = bytes(LONG)
-    keys = [number.to_bytes(16) for number in range(1, LONG + 1)]
-    world.store_chain(session, space, keys, tier=1)
+    _, keys = _stored(world, session, "long", 1, LONG)
     slow, _ = world.borrow(session, keys)
     slow.cancel()
     world.settle()
