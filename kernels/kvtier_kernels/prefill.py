@@ -5,7 +5,8 @@ a chunk sees all that came before it and, causally, itself. A sequence with one 
 a batch of chunks cost little here, a batch of them belongs in `decode`.
 
 A program takes a block of query tokens times the heads that share a kv head. It walks the tiles that every row of the
-block sees without masks, then the ones that the causal edge or the length cuts. Blocks that see most start first.
+block sees without masks, then the ones that the causal edge or the length cuts. Blocks that see most start first. On
+Hopper, float units without options are left to `prefill_hopper`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ import triton.language as tl
 from kvtier.errors import InvalidRequest
 from kvtier.layout import AttentionLayout, DType
 from kvtier_kernels import checks, tuning
-from kvtier_kernels.addressing import layouts_of, tag_of
+from kvtier_kernels.addressing import TORCH_DTYPES, layouts_of, tag_of
 from kvtier_kernels.decode import LOG2E, store_piece
 from kvtier_kernels.merge import merge_states
 from kvtier_kernels.tiles import MASKED, attend, attend_whole, load_queries, settle
 from kvtier_kernels.widening import FLOAT
+
+if tuning.GLUON:
+    from kvtier_kernels import prefill_hopper
 
 
 @triton.jit(do_not_specialize=["layer", "layers", "width", "window"])
@@ -185,7 +189,18 @@ def _launch(
     mixed: bool,
 ) -> None:
     group = q.shape[1] // layout.kv_heads
-    choice = tuning.prefill(layout, group, q.device)
+    plain = not mixed and window is None and softcap is None and slopes is None and sinks is None
+    plain = plain and q.dtype == TORCH_DTYPES[layout.dtype]
+    choice = tuning.prefill(layout, group, q.device, plain=plain)
+    if choice.gluon:
+        form = shape(layout, group, choice, q.device)
+        grid = (triton.cdiv(most_queries, form["ROWS"] // group), layout.kv_heads, len(lengths))
+        prefill_hopper.prefill_kernel[grid](
+            q, cu_q, table, lengths, out, lse, scale * LOG2E, layer, table.shape[1], *q.stride()[:2], *out.stride()[:2],
+            table.stride(0), **{name: form[name] for name in prefill_hopper.FORM}, STAGES=choice.stages,
+            num_warps=choice.warps,
+        )  # fmt: skip
+        return
     form = shape(layout, group, choice, q.device)
     grid = (triton.cdiv(most_queries, form["ROWS"] // form["G"]), layout.kv_heads, len(lengths))
     prefill_kernel[grid](

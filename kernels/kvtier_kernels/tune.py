@@ -52,10 +52,12 @@ def candidates(kernel: str, dtype: str) -> list[Candidate]:
         )
         return found + grid(block=[64, 32], warps=[1], stages=[3], per_sm=[8])
     if kernel == "prefill":
-        found = grid(block=[64], warps=[8], stages=[3, 4], rows=[128]) + grid(
-            block=[64], warps=[4], stages=[2, 3], rows=[64]
-        )
-        return found + grid(block=[64], warps=[4], stages=[3], rows=[128])
+        found = grid(block=[64], warps=[8], stages=[3, 4], rows=[128], gluon=[0])
+        found += grid(block=[64], warps=[4], stages=[2, 3], rows=[64], gluon=[0])
+        if dtype in ("bfloat16", "float16"):
+            found += grid(block=[128], warps=[4], stages=[2, 3], rows=[128], gluon=[1])
+            found += grid(block=[64], warps=[4], stages=[4, 6], rows=[128], gluon=[1])
+        return found
     few = grid(block=[64], warps=[4, 8], stages=[3], per_sm=[1], rows=[16])
     few += grid(block=[32], warps=[4], stages=[3], per_sm=[2], rows=[16])
     many = grid(block=[64], warps=[8], stages=[2], per_sm=[1], rows=[64], gluon=[0, 1])

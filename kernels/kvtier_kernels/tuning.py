@@ -118,8 +118,8 @@ def decode(layout: AttentionLayout, rows: int, device: Device = None) -> Choice:
     return _recorded("decode", key(layout, rows), choice)._replace(sms=multiprocessors(device))
 
 
-def prefill(layout: AttentionLayout, group: int, device: Device = None) -> Choice:
-    """For prefill; `rows` are query tokens times heads of a group."""
+def prefill(layout: AttentionLayout, group: int, device: Device = None, *, plain: bool = False) -> Choice:
+    """For prefill; `rows` are query tokens times heads of a group. `plain`: no options, and queries of the units' dtype."""
     rows = max(64 if layout.head_dim > 128 else 128, triton.next_power_of_2(group))
     if interpreting() and not isinstance(device, int):
         return Choice(
@@ -130,7 +130,10 @@ def prefill(layout: AttentionLayout, group: int, device: Device = None) -> Choic
         choice = choice._replace(stages=min(choice.stages, 3))
     if layout.dtype == "float32":
         choice = Choice(block=16, warps=8, stages=1, rows=max(32, triton.next_power_of_2(group)))
-    return _recorded("prefill", key(layout, group), choice)
+    if plain and device is not None and prefill_warpgroups(layout, device):
+        return _recorded("prefill", key(layout, group), Choice(block=128, warps=4, stages=3, rows=128, gluon=1))
+    found = _recorded("prefill", key(layout, group), choice)
+    return choice if found.gluon else found
 
 
 def mla(layout: LatentLayout, rows: int, device: Device = None) -> Choice:
@@ -138,10 +141,10 @@ def mla(layout: LatentLayout, rows: int, device: Device = None) -> Choice:
     if interpreting() and not isinstance(device, int):
         return Choice(block=16 if layout.unit_tokens == 16 else 32, warps=4, stages=1, rows=16, sms=3)
     few = rows <= 16
-    choice = Choice(block=64, warps=8, stages=3 if few else 2, per_sm=1, rows=16 if few else 64)
+    choice = Choice(block=64, warps=4 if few else 8, stages=3 if few else 2, per_sm=1, rows=16 if few else 64)
     # Elsewhere than on Hopper these are what fits without spills; they were compiled, and never run.
     if device is not None and not 90 <= capability(device) < 100:
-        choice = choice._replace(stages=2) if few else choice._replace(block=32, rows=32)
+        choice = choice._replace(warps=8, stages=2) if few else choice._replace(block=32, rows=32)
     if layout.dtype == "float32":
         choice = Choice(block=16, warps=4, stages=1, per_sm=1, rows=16)
     if not few and device is not None and warpgroups(layout, device):
@@ -152,6 +155,12 @@ def mla(layout: LatentLayout, rows: int, device: Device = None) -> Choice:
 def warpgroups(layout: LatentLayout, device: Device) -> bool:
     """Whether latents of `layout` can be served by `mla_hopper` on `device`, from queries of their own dtype."""
     fits = (layout.latent, layout.rope) == (512, 64) and layout.dtype in ("bfloat16", "float16")
+    return GLUON and fits and 90 <= capability(device) < 100
+
+
+def prefill_warpgroups(layout: AttentionLayout, device: Device) -> bool:
+    """Whether units of `layout` can be served by `prefill_hopper` on `device`, to queries of their own dtype."""
+    fits = layout.head_dim in (64, 128) and layout.dtype in ("bfloat16", "float16")
     return GLUON and fits and 90 <= capability(device) < 100
 
 

@@ -44,6 +44,9 @@ def variants(capability: int) -> Iterator[Variant]:
         yield attention_variant("decode", capability, **case)
     for case in _ATTENTION:
         yield attention_variant("prefill", capability, **case)
+    if tuning.prefill_warpgroups(_layout(), capability):
+        for case in ({}, {"unit_tokens": 16}, {"head_dim": 64}, {"group": 1}):
+            yield prefill_hopper_variant(capability, **case)
     for heads in (16, 128):
         for unit in (16, 64):
             yield mla_variant(capability, heads, unit, gluon=False)
@@ -101,6 +104,21 @@ def attention_variant(
     words = [kernel, layout.dtype, f"dim {layout.head_dim}", f"unit {layout.unit_tokens}", f"group {group}", query]
     words += ["mixed"] * mixed + ["all options"] * options
     return Variant(" ".join(words), function, types, constants | {"STAGES": choice.stages}, {"num_warps": choice.warps})
+
+
+def prefill_hopper_variant(capability: int, *, group: int = 8, **layout_options: Any) -> Variant:
+    from kvtier_kernels import prefill_hopper
+
+    layout = _layout(**layout_options)
+    choice = tuning.prefill(layout, group, capability, plain=True)
+    form = prefill.shape(layout, group, choice, capability)
+    types = _types(
+        Q="*bf16", CU="*i32", TABLE="*i64", LENGTHS="*i32", OUT="*bf16", LSE="*fp32", scale="fp32", layer="i32"
+    )
+    types |= _types(width="i32", s_qt="i32", s_qh="i32", s_ot="i32", s_oh="i32", s_table="i32")
+    name = f"prefill bfloat16 dim {layout.head_dim} unit {layout.unit_tokens} group {group} bfloat16 gluon"
+    constants = {name: form[name] for name in prefill_hopper.FORM} | {"STAGES": choice.stages}
+    return Variant(name, prefill_hopper.prefill_kernel, types, constants, {"num_warps": choice.warps})
 
 
 def mla_variant(capability: int, heads: int, unit: int, *, gluon: bool) -> Variant:

@@ -64,7 +64,7 @@ def test_prefill_in_every_precision(precision: Any, unit: int, dim: int) -> None
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("group", [1, 6, 8, 64])
 def test_prefill_without_options(dtype: torch.dtype, unit: int, dim: int, group: int) -> None:
-    """Contexts and chunks of many sizes, edges in and between tiles."""
+    """What `prefill_hopper` takes on Hopper: contexts shorter and longer than its ring, edges in and between tiles."""
     layout = AttentionLayout(
         layers=2, kv_heads=2, head_dim=dim, dtype=str(dtype).removeprefix("torch."), unit_tokens=unit
     )
