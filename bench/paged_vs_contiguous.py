@@ -86,7 +86,11 @@ def paged(model: Any, lengths: list[tuple[int, int]], kv: int, seconds: float, d
         client = attach(endpoint, "paged")
         worker = Worker(model, client, max_batch=most, step_tokens=2048 if ON_GPU else 512)
         say("warming up")
-        warm = [worker.submit(prompt_of(40 + at, at, worker.description.vocabulary), wish(8)) for at in range(12)]
+        # As many as will run, which leave one by one: kernels are compiled and steps captured for every size of batch.
+        warm = [
+            worker.submit(prompt_of(40 + at % 16, at, worker.description.vocabulary), wish(8 + at // 4))
+            for at in range(most)
+        ]
         while worker.step():
             pass
         del warm

@@ -41,7 +41,10 @@ def turn(x, rows, live, position, dim, COS, SIN, R: tl.constexpr, INTERLEAVED: t
     return x * cos + sign[None, :] * other * sin
 
 
-@triton.jit(do_not_specialize=["layer", "layers", "width", "most_units"])
+@triton.jit(
+    do_not_specialize=["layer", "layers", "width", "most_units", "s_table"],
+    do_not_specialize_on_alignment=["CU", "TABLE", "LENGTHS"],
+)
 def append_kernel(
     K, V, CU, TABLE, LENGTHS, COS, SIN, layer, layers, width, most_units, s_kt, s_kh, s_vt, s_vh, s_table,
     HK: tl.constexpr, D: tl.constexpr, H: tl.constexpr, U: tl.constexpr, KIND: tl.constexpr, STORED: tl.constexpr,
@@ -106,7 +109,10 @@ def append_tile(
         codec.write_scales(scales, KV, token, written, a, b, D, H, KIND)
 
 
-@triton.jit(do_not_specialize=["layer", "width", "most_new"])
+@triton.jit(
+    do_not_specialize=["layer", "width", "most_new", "s_table"],
+    do_not_specialize_on_alignment=["CU", "TABLE", "LENGTHS"],
+)
 def append_latent_kernel(
     LATENT, ROPE, CU, TABLE, LENGTHS, layer, width, most_new, s_lt, s_rt, s_table,
     L: tl.constexpr, LP: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, U: tl.constexpr, STORED: tl.constexpr,

@@ -26,7 +26,7 @@ from kvtier_kernels.tiles import ADDRESS_BITS
 from kvtier_kernels.widening import FLOAT, INT8, widen
 
 
-@triton.jit(do_not_specialize=["pieces"])
+@triton.jit(do_not_specialize=["pieces"], do_not_specialize_on_alignment=["SOURCES", "TARGETS"])
 def pieces_kernel(SOURCES, TARGETS, pieces, words, CHUNK: tl.constexpr):
     """Copy `pieces` runs of `words` 4-byte words; a step of the loop is one chunk of one piece."""
     lane = tl.arange(0, CHUNK)
@@ -40,7 +40,7 @@ def pieces_kernel(SOURCES, TARGETS, pieces, words, CHUNK: tl.constexpr):
         tl.store(target + at, tl.load(source + at, mask=at < words), mask=at < words)
 
 
-@triton.jit(do_not_specialize=["units", "layers"])
+@triton.jit(do_not_specialize=["units", "layers"], do_not_specialize_on_alignment=["UNITS", "SLOTS"])
 def blocks_kernel(
     UNITS, SLOTS, PLANES, SCALES, units, layers, s_block, s_token, s_head,
     KV: tl.constexpr, HK: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr, U: tl.constexpr, BLOCK: tl.constexpr,

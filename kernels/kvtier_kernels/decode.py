@@ -23,7 +23,7 @@ from kvtier_kernels import checks, tuning
 from kvtier_kernels.addressing import layouts_of, tag_of
 from kvtier_kernels.decode_tiles import BACK, fold, load_columns
 from kvtier_kernels.merge import merge_states
-from kvtier_kernels.plan import locate, pick, share_of, spans
+from kvtier_kernels.plan import lanes, locate, pick, share_of, spans
 from kvtier_kernels.tiles import MASKED, entry_index, piece_dim, settle
 from kvtier_kernels.widening import INT4
 
@@ -31,10 +31,10 @@ LOG2E = 1.4426950408889634
 MOST_ROWS = 64
 SHARED = ("T", "G", "HK", "D", "C", "U", "BLOCK", "ROWS", "BLOCKS", "BATCH", "PIECES", "KIND")
 """Constants that `combine_kernel` must have as `decode_kernel` had them."""
-_PLAIN = ["layer", "layers", "batch", "width", "window"]
+_PLAIN = ["layer", "layers", "batch", "width", "window", "s_table"]
 
 
-@triton.jit(do_not_specialize=_PLAIN)
+@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=["TABLE", "LENGTHS"])
 def decode_kernel(
     Q, TABLE, LENGTHS, SINKS, SLOPES, OUT, LSE, PARTS, PART_LSE, scale, softcap, window, layer, layers, batch, width,
     s_qb, s_qt, s_qh, s_ob, s_ot, s_oh, s_table,
@@ -128,7 +128,7 @@ def decode_kernel(
         tile += here
 
 
-@triton.jit(do_not_specialize=["batch", "width", "window", "programs"])
+@triton.jit(do_not_specialize=["batch", "width", "window", "programs"], do_not_specialize_on_alignment=["LENGTHS"])
 def combine_kernel(
     LENGTHS, SINKS, OUT, LSE, PARTS, PART_LSE, window, batch, width, programs, s_ob, s_ot, s_oh,
     T: tl.constexpr, G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, C: tl.constexpr, U: tl.constexpr,
@@ -367,7 +367,7 @@ def shape(
         "BLOCK": choice.block,
         "ROWS": rows,
         "BLOCKS": triton.cdiv(tokens * group, rows),
-        "BATCH": max(2, triton.next_power_of_2(batch)),
+        "BATCH": lanes(batch),
         "KIND": stored.kind,
         "STORED": stored.element,
         "TAG": tag_of(layout.dtype),

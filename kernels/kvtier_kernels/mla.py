@@ -19,7 +19,7 @@ from kvtier.layout import LatentLayout
 from kvtier_kernels import checks, tuning
 from kvtier_kernels.addressing import TORCH_DTYPES
 from kvtier_kernels.decode import LOG2E, combine_kernel
-from kvtier_kernels.plan import locate, pick, spans
+from kvtier_kernels.plan import lanes, locate, pick, spans
 from kvtier_kernels.tiles import ADDRESS_BITS, MASKED, entry_index, settle
 from kvtier_kernels.widening import FLOAT
 
@@ -72,7 +72,9 @@ def fold(
     return m, l, acc
 
 
-@triton.jit(do_not_specialize=["layer", "batch", "width"])
+@triton.jit(
+    do_not_specialize=["layer", "batch", "width", "s_table"], do_not_specialize_on_alignment=["TABLE", "LENGTHS"]
+)
 def mla_kernel(
     QL, QR, TABLE, LENGTHS, OUT, LSE, PARTS, PART_LSE, scale, layer, batch, width,
     s_lb, s_lt, s_lh, s_rb, s_rt, s_rh, s_ob, s_ot, s_oh, s_table,
@@ -225,6 +227,6 @@ def shape(layout: LatentLayout, tokens: int, heads: int, batch: int, choice: tun
         "BLOCK": choice.block,
         "ROWS": choice.rows,
         "BLOCKS": triton.cdiv(tokens * heads, choice.rows),
-        "BATCH": max(2, triton.next_power_of_2(batch)),
+        "BATCH": lanes(batch),
         "STORED": tuning.FLOATS[layout.dtype],
     }

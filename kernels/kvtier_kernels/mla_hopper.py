@@ -78,7 +78,9 @@ def write(rows, acc, mask, FROM: gl.constexpr):
     gl.store(rows[:, None] + d[None, :], acc.to(rows.dtype.element_ty), mask=mask)
 
 
-@gluon.jit(do_not_specialize=["layer", "batch", "width"])
+@gluon.jit(
+    do_not_specialize=["layer", "batch", "width", "s_table"], do_not_specialize_on_alignment=["TABLE", "LENGTHS"]
+)
 def mla_kernel(
     QL, QR, TABLE, LENGTHS, OUT, LSE, PARTS, PART_LSE, scale, layer, batch, width,
     s_lb, s_lt, s_lh, s_rb, s_rt, s_rh, s_ob, s_ot, s_oh, s_table,

@@ -20,7 +20,10 @@ from kvtier_kernels.addressing import TORCH_DTYPES
 from kvtier_kernels.tiles import ADDRESS_BITS
 
 
-@triton.jit(do_not_specialize=["layer", "width", "most_units"])
+@triton.jit(
+    do_not_specialize=["layer", "width", "most_units", "s_table"],
+    do_not_specialize_on_alignment=["TABLE", "LENGTHS", "CU"],
+)
 def gather_latents_kernel(
     TABLE, LENGTHS, CU, OUT, layer, width, most_units, s_table,
     ROW: tl.constexpr, PADDED: tl.constexpr, U: tl.constexpr, STORED: tl.constexpr,

@@ -14,6 +14,14 @@ import triton
 import triton.language as tl
 
 
+def lanes(batch: int) -> int:
+    """How many sequences a kernel's vectors hold for a batch of that size. Few sizes, since each is compiled for itself."""
+    most = 16
+    while most < batch:
+        most *= 4
+    return most
+
+
 @triton.jit
 def spans(lengths, index, batch, width, T, window, U: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
     """Of each sequence in `index`: its length within the table, its first tile, and its count of tiles (at least one,

@@ -31,7 +31,10 @@ if tuning.GLUON:
     from kvtier_kernels import prefill_hopper
 
 
-@triton.jit(do_not_specialize=["layer", "layers", "width", "window"])
+@triton.jit(
+    do_not_specialize=["layer", "layers", "width", "window", "s_table"],
+    do_not_specialize_on_alignment=["CU", "TABLE", "LENGTHS"],
+)
 def prefill_kernel(
     Q, CU, TABLE, LENGTHS, SINKS, SLOPES, OUT, LSE, scale, softcap, window, layer, layers, width,
     s_qt, s_qh, s_ot, s_oh, s_table,

@@ -170,7 +170,7 @@ def consume(
     gl.store(out[:, None] + d[None, :], acc.to(OUT.dtype.element_ty), mask=real[:, None])
 
 
-@gluon.jit(do_not_specialize=["layer", "width"])
+@gluon.jit(do_not_specialize=["layer", "width", "s_table"], do_not_specialize_on_alignment=["CU", "TABLE", "LENGTHS"])
 def prefill_kernel(
     Q, CU, TABLE, LENGTHS, OUT, LSE, scale, layer, width, s_qt, s_qh, s_ot, s_oh, s_table,
     G: gl.constexpr, HK: gl.constexpr, D: gl.constexpr, U: gl.constexpr, BLOCK: gl.constexpr, STORED: gl.constexpr,

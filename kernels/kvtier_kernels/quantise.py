@@ -37,7 +37,7 @@ def convert_tile(
     codec.write_scales(scales, KV, token, every, a, b, D, H, TO_KIND)
 
 
-@triton.jit(do_not_specialize=["layers"])
+@triton.jit(do_not_specialize=["layers"], do_not_specialize_on_alignment=["SOURCES", "TARGETS", "TOKENS"])
 def convert_kernel(
     SOURCES, TARGETS, TOKENS, layers,
     HK: tl.constexpr, D: tl.constexpr, H: tl.constexpr, U: tl.constexpr, KIND: tl.constexpr, STORED: tl.constexpr,

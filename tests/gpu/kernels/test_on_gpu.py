@@ -13,11 +13,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import triton
 from paged import Arena, close, latent_paged, paged, poisoned, tolerance
 
 from kvtier.layout import AttentionLayout, LatentLayout
 from kvtier_kernels import reference
 from kvtier_kernels.addressing import read_bytes
+from kvtier_kernels.append import append
 from kvtier_kernels.copy import copy_pieces
 from kvtier_kernels.decode import decode
 from kvtier_kernels.mla import mla
@@ -77,6 +79,31 @@ def test_prefill_without_options(dtype: torch.dtype, unit: int, dim: int, group:
     want, want_lse = reference.prefill(q, cu, cache.table, cache.lengths, cache.layouts, 1, scale=dim**-0.5)
     close(out, want, tolerance(q.dtype))
     close(lse, want_lse, 2e-3)
+
+
+def test_a_kernel_is_compiled_once_wherever_a_batch_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of a worker decodes the first sequences and prefills the others, of which there are other numbers each time."""
+    layout = AttentionLayout(layers=1, kv_heads=2, head_dim=128, unit_tokens=16)
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **about: compiled.append(about["repr"]))
+
+    def run(sequences: int, singles: int, width: int) -> None:
+        cache = paged(layout, [16 * width] * sequences)
+        rest = sequences - singles
+        rows = singles + 20 * rest
+        q = torch.randn(rows, 16, 128, device=CUDA).bfloat16()
+        numbers = torch.arange(rest + 1, device=CUDA, dtype=torch.int32) * 20
+        cu = torch.cat((torch.zeros(singles % 4, device=CUDA, dtype=torch.int32), numbers))[singles % 4 :]
+        decode(q[:singles], cache.table[:singles], cache.lengths[:singles], layout, 0)
+        prefill(q[singles:], cu, cache.table[singles:], cache.lengths[singles:], layout, 0, most_queries=20)
+        new = torch.randn(20 * rest, 2, 128, device=CUDA).bfloat16()
+        append(new, new, cu, cache.table[singles:], cache.lengths[singles:], layout, 0, most_new=20)
+
+    run(7, 3, 9)
+    compiled.clear()
+    for sequences, singles, width in ((8, 1, 16), (9, 2, 17), (12, 4, 32), (16, 13, 8), (11, 5, 13)):
+        run(sequences, singles, width)
+    assert not compiled
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
