@@ -29,6 +29,8 @@ from kvtier_kernels.widening import INT4
 
 LOG2E = 1.4426950408889634
 MOST_ROWS = 64
+_RESIDENT = 16
+"""Programs of the merge that a multiprocessor holds while it decodes."""
 SHARED = ("T", "G", "HK", "D", "C", "U", "BLOCK", "ROWS", "BLOCKS", "BATCH", "PIECES", "KIND")
 """Constants that `combine_kernel` must have as `decode_kernel` had them."""
 _PLAIN = ["layer", "layers", "batch", "width", "window", "s_table"]
@@ -135,14 +137,12 @@ def combine_kernel(
     BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BATCH: tl.constexpr, PIECES: tl.constexpr, KIND: tl.constexpr,
     WINDOW: tl.constexpr, SINK: tl.constexpr, CHUNK: tl.constexpr, CHAIN: tl.constexpr, ALIKE: tl.constexpr = False,
 ):  # fmt: skip
-    """Merge the parts of each cut segment: program p serves the segment that tile p * share cuts.
+    """Merge the parts of each cut segment: programs (p, any) serve the segment that tile p * share cuts, some rows each.
 
-    Of the programs that cut one segment the first merges it, or if there are many the first FEW merge a share of the
-    columns each, CHUNK parts at a time. ALIKE: shares are those of
-    `share_of`, and not plainly even.
+    Of those that cut one segment the first merges it, or if there are many the first FEW merge a share of the columns
+    each, CHUNK parts at a time. ALIKE: shares are those of `share_of`, and not plainly even.
     """
     p = tl.program_id(0) + 1
-    row = tl.program_id(1)
     HEADS: tl.constexpr = HK * BLOCKS
     FEW: tl.constexpr = 4
     index = tl.arange(0, BATCH)
@@ -163,8 +163,7 @@ def combine_kernel(
     count = pick(counts, index, sequence)
     segment = (cut - start) // count
     begin = start + segment * count
-    query = (segment % BLOCKS) * ROWS + row
-    if (cut == begin) | (query >= T * G):
+    if cut == begin:
         return
     first = begin // share
     last = (begin + count - 1) // share
@@ -172,24 +171,26 @@ def combine_kernel(
     many = last - first >= FEW
     if turn >= tl.where(many, FEW, 1):
         return
-    t = query // G
-    h = (segment // BLOCKS) * G + query % G
     wide = sequence.to(tl.int64)
-    out = OUT + wide * s_ob + t * s_ot + h * s_oh
-    lse = LSE + (wide * T + t) * (HK * G) + h
-    sink = tl.full([], 0.0, tl.float32)
-    if SINK:
-        sink = tl.load(SINKS + h).to(tl.float32) * 1.4426950408889634
-    if many:
-        merge_parts(
-            PARTS, PART_LSE, out, lse, sink, first, last, share, begin, row, turn, D, C, ROWS, PIECES, KIND, SINK,
-            CHUNK, PIECES * C // FEW,
-        )  # fmt: skip
-    else:
-        merge_parts(
-            PARTS, PART_LSE, out, lse, sink, first, last, share, begin, row, 0, D, C, ROWS, PIECES, KIND, SINK, FEW,
-            PIECES * C,
-        )  # fmt: skip
+    for row in range(tl.program_id(1), tl.minimum(ROWS, T * G - (segment % BLOCKS) * ROWS), tl.num_programs(1)):
+        query = (segment % BLOCKS) * ROWS + row
+        t = query // G
+        h = (segment // BLOCKS) * G + query % G
+        out = OUT + wide * s_ob + t * s_ot + h * s_oh
+        lse = LSE + (wide * T + t) * (HK * G) + h
+        sink = tl.full([], 0.0, tl.float32)
+        if SINK:
+            sink = tl.load(SINKS + h).to(tl.float32) * 1.4426950408889634
+        if many:
+            merge_parts(
+                PARTS, PART_LSE, out, lse, sink, first, last, share, begin, row, turn, D, C, ROWS, PIECES, KIND, SINK,
+                CHUNK, PIECES * C // FEW,
+            )  # fmt: skip
+        else:
+            merge_parts(
+                PARTS, PART_LSE, out, lse, sink, first, last, share, begin, row, 0, D, C, ROWS, PIECES, KIND, SINK,
+                FEW, PIECES * C,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -322,7 +323,7 @@ def _launch(
     programs: int | None,
 ) -> None:
     batch, tokens, heads, _ = q.shape
-    choice = tuning.decode(layout, tokens * (heads // layout.kv_heads), q.device)
+    choice = tuning.decode(layout, tokens * (heads // layout.kv_heads), q.device, batch)
     programs = programs or choice.programs
     form = shape(layout, tokens, heads // layout.kv_heads, batch, choice, q.device)
     columns = form["C"] * form["PIECES"]
@@ -339,11 +340,17 @@ def _launch(
     if programs == 1:
         return
     shared = {name: form[name] for name in SHARED}
-    combine_kernel[(programs - 1, min(form["ROWS"], tokens * form["G"]))](
+    combine_kernel[merge_grid(programs, min(form["ROWS"], tokens * form["G"]), choice.sms)](
         lengths, sinks, out, lse, parts, part_lse, window_arg, batch, width, programs, *out.stride()[:3], **shared,
         WINDOW=bool(window), SINK=sinks is not None, CHUNK=32, CHAIN=chain, ALIKE=True,
         num_warps=1, launch_pdl=chain,
     )  # fmt: skip
+
+
+def merge_grid(programs: int, rows: int, sms: int) -> tuple[int, int]:
+    """Of `combine_kernel` for `rows` query rows: a program a cut and row, but no more than find room beside the launch
+    that they wait for. Those that come late cost more than rows that are merged one after another."""
+    return programs - 1, max(1, min(rows, _RESIDENT * sms // (programs - 1)))
 
 
 def shape(

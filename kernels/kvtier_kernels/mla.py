@@ -18,7 +18,7 @@ from kvtier.errors import InvalidRequest, LayoutError
 from kvtier.layout import LatentLayout
 from kvtier_kernels import checks, tuning
 from kvtier_kernels.addressing import TORCH_DTYPES
-from kvtier_kernels.decode import LOG2E, combine_kernel
+from kvtier_kernels.decode import LOG2E, combine_kernel, merge_grid
 from kvtier_kernels.plan import lanes, locate, pick, spans
 from kvtier_kernels.tiles import ADDRESS_BITS, MASKED, entry_index, settle
 from kvtier_kernels.widening import FLOAT
@@ -208,7 +208,7 @@ def mla(
     )  # fmt: skip
     if programs > 1:
         shared = {name: form[name] for name in ("T", "G", "D", "U", "BLOCK", "ROWS", "BLOCKS", "BATCH")}
-        combine_kernel[(programs - 1, min(form["ROWS"], tokens * heads))](
+        combine_kernel[merge_grid(programs, min(form["ROWS"], tokens * heads), choice.sms)](
             lengths, None, out4, lse, parts, part_lse, 0, batch, width, programs, *out4.stride()[:3], **shared, HK=1,
             C=latent, PIECES=1, KIND=FLOAT.value, WINDOW=False, SINK=False, CHUNK=32, CHAIN=chain,
             num_warps=4, launch_pdl=chain,

@@ -53,7 +53,8 @@ def locate(counts, ends, index, tile, HEADS: tl.constexpr):
 @triton.jit
 def share_of(counts, total, programs, batch, HEADS: tl.constexpr):
     """Tiles a program. Where all segments are of one length, a few more than an even share if that puts every cut at the
-    end of a segment, or cuts every segment alike: fewer partial states, and fewer programs that change segments."""
+    end of a segment, or cuts every segment alike: fewer partial states, and fewer programs that change segments. Never
+    many more, for while some programs have more to do, others have nothing."""
     share = tl.cdiv(total, programs)
     longest = tl.max(counts, 0)
     alike = longest * batch * HEADS == total
@@ -62,4 +63,4 @@ def share_of(counts, total, programs, batch, HEADS: tl.constexpr):
         tl.cdiv(share, longest) * longest,
         tl.cdiv(longest, tl.maximum(longest // tl.maximum(share, 1), 1)),
     )
-    return tl.where(alike & (even - share <= share // 16), even, share)
+    return tl.where(alike & (even - share <= tl.minimum(share // 16, 4)), even, share)

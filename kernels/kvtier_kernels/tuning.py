@@ -86,24 +86,28 @@ def stored(dtype: str, device: Device = None) -> Stored:
 GLUON = triton.__version__.startswith("3.6.")
 """This is the release of Triton whose Gluon (an experimental part of it) kernels were written for and tested with."""
 
+_FEW = 16
+"""Sequences that have long segments enough for programs with large tiles."""
 FLOATS = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
 
 
-def decode(layout: AttentionLayout, rows: int, device: Device = None) -> Choice:
-    """For decode with `rows` query rows a kv head."""
+def decode(layout: AttentionLayout, rows: int, device: Device = None, batch: int = 1) -> Choice:
+    """For decode of `batch` sequences with `rows` query rows a kv head."""
     wide = layout.head_dim > 128
     if interpreting() and not isinstance(device, int):
         return Choice(block=64 if layout.unit_tokens == 64 else 32, warps=4, stages=1, sms=3)
     if layout.dtype == "float32":
         choice = Choice(block=16, warps=4, stages=2, per_sm=1)
     elif layout.dtype in FLOATS:
-        # Many small programs: what one of them waits for at the ends of its segments, the others hide.
+        # For many sequences many small programs: what one of them waits for at the ends of its segments, the others hide.
         if wide:
             choice = Choice(block=32, warps=4 if rows <= 16 else 8, stages=3, per_sm=2 if rows <= 16 else 1)
         elif rows > 16:
             choice = Choice(block=32, warps=4, stages=3, per_sm=2)
         elif layout.unit_tokens < 64:
             choice = Choice(block=64, warps=4, stages=4, per_sm=2)
+        elif rows <= 8 and batch <= _FEW:
+            choice = Choice(block=64, warps=2, stages=3, per_sm=2)
         else:
             choice = Choice(block=32, warps=2, stages=3, per_sm=4)
     elif wide or (layout.dtype == "int4" and layout.unit_tokens < 64 and rows > 8):

@@ -40,7 +40,7 @@ _ATTENTION: list[dict[str, Any]] = [
 
 def variants(capability: int) -> Iterator[Variant]:
     """All of them, for a GPU of compute `capability`."""
-    for case in _ATTENTION:
+    for case in (*_ATTENTION, {"batch": 1}):
         yield attention_variant("decode", capability, **case)
     for case in _ATTENTION:
         yield attention_variant("prefill", capability, **case)
@@ -74,9 +74,9 @@ def variants(capability: int) -> Iterator[Variant]:
 
 def attention_variant(
     kernel: str, capability: int, *, group: int = 8, tokens: int = 1, query: str = "bfloat16", mixed: bool = False,
-    options: bool = False, **layout_options: Any,
+    options: bool = False, batch: int = 64, **layout_options: Any,
 ) -> Variant:  # fmt: skip
-    """Decode or prefill over a layout of 8 kv heads."""
+    """Decode (of `batch` sequences) or prefill over a layout of 8 kv heads."""
     layout = _layout(**layout_options)
     q, out = "*" + _TRITON[query], "*fp32" if mixed else "*" + _TRITON[query]
     types = _types(Q=q, TABLE="*i64", LENGTHS="*i32", OUT=out, LSE="*fp32", scale="fp32", softcap="fp32")
@@ -91,8 +91,8 @@ def attention_variant(
     else:
         constants |= {"SINKS": None, "SLOPES": None}
     if kernel == "decode":
-        choice = tuning.decode(layout, tokens * group, capability)
-        constants |= decode.shape(layout, tokens, group, 64, choice, capability)
+        choice = tuning.decode(layout, tokens * group, capability, batch)
+        constants |= decode.shape(layout, tokens, group, batch, choice, capability)
         constants["CHAIN"] = tuning.chains(capability)
         types |= _types(PARTS="*fp32", PART_LSE="*fp32", batch="i32", s_qb="i32", s_ob="i32")
         function: Any = decode.decode_kernel
@@ -102,7 +102,7 @@ def attention_variant(
         types |= _types(CU="*i32")
         function = prefill.prefill_kernel
     words = [kernel, layout.dtype, f"dim {layout.head_dim}", f"unit {layout.unit_tokens}", f"group {group}", query]
-    words += ["mixed"] * mixed + ["all options"] * options
+    words += ["mixed"] * mixed + ["all options"] * options + [f"batch {batch}"] * (batch != 64)
     return Variant(" ".join(words), function, types, constants | {"STAGES": choice.stages}, {"num_warps": choice.warps})
 
 

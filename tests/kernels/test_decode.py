@@ -118,6 +118,15 @@ def test_equal_lengths_are_cut_alike_and_merged(lengths: list[int], programs: in
     agree(paged(layout, lengths), queries(len(lengths), 1, 4, 64, torch.float32), 0, programs=programs)
 
 
+@pytest.mark.parametrize("beside", [1, 2, 5])
+def test_rows_are_merged_beside_and_after_each_other(monkeypatch: pytest.MonkeyPatch, beside: int) -> None:
+    monkeypatch.setattr(
+        "kvtier_kernels.decode.merge_grid", lambda programs, rows, sms: (programs - 1, min(rows, beside))
+    )
+    layout = AttentionLayout(layers=1, kv_heads=2, head_dim=64, dtype="float32")
+    agree(paged(layout, [130, 700, 0, 64]), queries(4, 3, 10, 64, torch.float32), 0, programs=7)
+
+
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 @pytest.mark.parametrize(("dim", "heads"), [(256, 24), (128, 24), (128, 7)])
 def test_quantised_units_and_many_query_rows(precision: Any, dim: int, heads: int) -> None:
