@@ -293,9 +293,10 @@ def main() -> None:
     start = time.perf_counter()
     limit = limits()
     choices = [f"{n} {tuple(c)}" for n, c in (
-        ("decode", tuning.decode(layout_of("bfloat16", 64), 8, torch.device("cuda"))),
+        ("decode of few sequences", tuning.decode(layout_of("bfloat16", 64), 8, torch.device("cuda"))),
+        ("of many", tuning.decode(layout_of("bfloat16", 64), 8, torch.device("cuda"), 64)),
         ("int4", tuning.decode(layout_of("int4", 64), 8, torch.device("cuda"))),
-        ("prefill", tuning.prefill(layout_of("bfloat16", 64), 8)),
+        ("prefill", tuning.prefill(layout_of("bfloat16", 64), 8, torch.device("cuda"), plain=True)),
     )]  # fmt: skip
     print("choices (block, warps, stages, per_sm, rows, sms): " + "; ".join(choices), flush=True)
     benches: dict[str, Callable[[], None]] = {

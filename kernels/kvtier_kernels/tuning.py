@@ -107,9 +107,9 @@ def decode(layout: AttentionLayout, rows: int, device: Device = None, batch: int
         elif layout.unit_tokens < 64:
             choice = Choice(block=64, warps=4, stages=4, per_sm=2)
         elif rows <= 8 and batch <= _FEW:
-            choice = Choice(block=64, warps=2, stages=3, per_sm=2)
+            choice = Choice(block=128, warps=4, stages=3, per_sm=1)
         else:
-            choice = Choice(block=32, warps=2, stages=3, per_sm=4)
+            choice = Choice(block=32, warps=1 if rows <= 8 else 2, stages=3, per_sm=4)
     elif wide or (layout.dtype == "int4" and layout.unit_tokens < 64 and rows > 8):
         choice = Choice(block=32, warps=2, stages=3, per_sm=4)
     elif rows > 16:
