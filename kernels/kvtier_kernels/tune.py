@@ -10,7 +10,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from triton.errors import TritonError
@@ -23,7 +23,7 @@ from kvtier_kernels.mla import mla
 from kvtier_kernels.prefill import prefill
 
 Candidate = dict[str, int]
-DECODE_SHAPES = ((1, 131072), (64, 4096))
+DECODE_SHAPES = (((1, 131072), (8, 32768)), ((64, 4096), (256, 1024)))  # few sequences, and many
 PREFILL_SHAPES = ((8192, 32768),)
 MLA_SHAPES = ((8, 32768), (64, 2048))
 
@@ -36,17 +36,16 @@ class Trial(NamedTuple):
 
 
 def candidates(kernel: str, dtype: str) -> list[Candidate]:
-    """What is tried; blocks are of 64-token units or less."""
+    """What is tried."""
 
     def grid(**axes: Iterable[int]) -> list[Candidate]:
         return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
     if kernel == "decode":
         if dtype in ("bfloat16", "float16"):
-            found = grid(block=[32], warps=[2], stages=[3], per_sm=[4]) + grid(
-                block=[64], warps=[2, 4], stages=[4], per_sm=[2]
-            )
-            return found + grid(block=[64], warps=[2, 4], stages=[3], per_sm=[3])
+            found = grid(block=[32], warps=[1, 2], stages=[3], per_sm=[4])
+            found += grid(block=[64], warps=[2, 4], stages=[3], per_sm=[2, 3])
+            return found + grid(block=[128], warps=[2, 4], stages=[3], per_sm=[1])
         found = grid(block=[64], warps=[2], stages=[3], per_sm=[4]) + grid(
             block=[32], warps=[2], stages=[3], per_sm=[8]
         )
@@ -142,18 +141,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _tune(kernel: str, dtype: str, options: argparse.Namespace) -> None:
-    layout: Any
     if kernel == "mla":
-        layout, shapes = LatentLayout(layers=1, unit_tokens=options.unit_tokens), MLA_SHAPES
-        key, kind = tuning.mla_key(layout, options.heads), "few" if options.heads <= 16 else "many"
-    else:
-        layout = AttentionLayout(1, options.kv_heads, options.head_dim, dtype, options.unit_tokens)
-        shapes = PREFILL_SHAPES if kernel == "prefill" else DECODE_SHAPES
-        key, kind = tuning.key(layout, options.heads // options.kv_heads), dtype
+        latents = LatentLayout(layers=1, unit_tokens=options.unit_tokens)
+        kind = "few" if options.heads <= 16 else "many"
+        _choose(kernel, kind, latents, options, tuning.mla_key(latents, options.heads), MLA_SHAPES)
+        return
+    layout = AttentionLayout(1, options.kv_heads, options.head_dim, dtype, options.unit_tokens)
+    group = options.heads // options.kv_heads
+    if kernel == "prefill":
+        _choose(kernel, dtype, layout, options, tuning.key(layout, group), PREFILL_SHAPES)
+        return
+    for shapes in DECODE_SHAPES:
+        _choose(kernel, dtype, layout, options, tuning.decode_key(layout, group, shapes[0][0]), shapes)
+
+
+def _choose(
+    kernel: str,
+    kind: str,
+    layout: AttentionLayout | LatentLayout,
+    options: argparse.Namespace,
+    key: str,
+    shapes: Sequence[tuple[int, int]],
+) -> None:
+    """Try all candidates on `shapes`, and record the best under `key`."""
     launches = [problem(kernel, layout, options.heads, shape) for shape in shapes]
     found = trials(kernel, launches, candidates(kernel, kind))
     chosen = best(found)
-    print(f"{kernel} {dtype} {options.heads} heads: microseconds at {shapes}")
+    print(f"{kernel} {key} {options.heads} heads: microseconds at {shapes}")
     for trial in found:
         mark = "*" if trial is chosen else " "
         print(f" {mark} {trial.candidate} " + " ".join(f"{t * 1e6:9.1f}" for t in trial.times))

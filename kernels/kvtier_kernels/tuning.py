@@ -86,7 +86,7 @@ def stored(dtype: str, device: Device = None) -> Stored:
 GLUON = triton.__version__.startswith("3.6.")
 """This is the release of Triton whose Gluon (an experimental part of it) kernels were written for and tested with."""
 
-_FEW = 16
+FEW = 16
 """Sequences that have long segments enough for programs with large tiles."""
 FLOATS = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
 
@@ -106,7 +106,7 @@ def decode(layout: AttentionLayout, rows: int, device: Device = None, batch: int
             choice = Choice(block=32, warps=4, stages=3, per_sm=2)
         elif layout.unit_tokens < 64:
             choice = Choice(block=64, warps=4, stages=4, per_sm=2)
-        elif rows <= 8 and batch <= _FEW:
+        elif rows <= 8 and batch <= FEW:
             choice = Choice(block=128, warps=4, stages=3, per_sm=1)
         else:
             choice = Choice(block=32, warps=1 if rows <= 8 else 2, stages=3, per_sm=4)
@@ -119,7 +119,7 @@ def decode(layout: AttentionLayout, rows: int, device: Device = None, batch: int
         choice = Choice(block=64 if layout.unit_tokens >= 64 else 32, warps=1, stages=3, per_sm=8)
     else:
         choice = Choice(block=64, warps=2, stages=3, per_sm=4)
-    return _recorded("decode", key(layout, rows), choice)._replace(sms=multiprocessors(device))
+    return _recorded("decode", decode_key(layout, rows, batch), choice)._replace(sms=multiprocessors(device))
 
 
 def prefill(layout: AttentionLayout, group: int, device: Device = None, *, plain: bool = False) -> Choice:
@@ -254,6 +254,10 @@ def capability(device: Device) -> int:
 
 def mla_key(layout: LatentLayout, rows: int) -> str:
     return f"{layout.dtype}/{layout.unit_tokens}/{16 if rows <= 16 else 64}"
+
+
+def decode_key(layout: AttentionLayout, rows: int, batch: int) -> str:
+    return f"{key(layout, rows)}/{'few' if batch <= FEW else 'many'}"
 
 
 def key(layout: AttentionLayout, rows: int) -> str:
