@@ -15,7 +15,7 @@ the end of this file since they share its rules. The prose version is docs/proto
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import msgpack
@@ -44,6 +44,8 @@ def _plain(value: Any) -> Any:
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)  # msgpack, and faster at it than the package of that name
 _HANDLE = struct.Struct("<IIQQ")
+HANDLE_BYTES = _HANDLE.size
+"""Of a `Handle`, packed: two 32-bit numbers and two of 64 bits, little-endian."""
 _U64 = struct.Struct("<Q")
 _LIMITS: dict[str, Any] = {
     "max_str_len": 1 << 16,
@@ -391,8 +393,8 @@ def _brief(value: Any) -> str:
     return f"{value!r:.40}" if isinstance(value, (str, int, float, bytes, bool, type(None))) else type(value).__name__
 
 
-def pack_handles(handles: Iterable[tuple[int, int, int, int]]) -> bytes:
-    return b"".join([_HANDLE.pack(*handle) for handle in handles])
+pack_handle: Callable[[int, int, int, int], bytes] = _HANDLE.pack
+"""Of a `Handle`'s fields. Those of a run are joined."""
 
 
 def unpack_handles(packed: bytes) -> list[Handle]:

@@ -35,6 +35,9 @@ _NUMPY = {
     "uint8": "u1",
 }
 
+_HANDLE = [("slab", "<u4"), ("generation", "<u4"), ("offset", "<u8"), ("length", "<u8")]
+"""`wire.Handle`, packed, as numpy takes it."""
+
 
 class PageView:
     """A page of a lease or reservation: 2**order units in one piece of memory."""
@@ -137,7 +140,7 @@ class Lease:
     Falsy when nothing was to be had. `len()` is the number of pages, `tokens` what they hold.
     """
 
-    __slots__ = ("__weakref__", "_ended", "_origins", "attachment", "handles", "id", "namespace")
+    __slots__ = ("__weakref__", "_ended", "_handles", "_origins", "_packed", "attachment", "id", "namespace")
 
     def __init__(
         self, namespace: NamespaceClient, attachment: Attachment, lease: int, handles: bytes, origins: bytes = b""
@@ -145,9 +148,16 @@ class Lease:
         self.namespace = namespace
         self.attachment = attachment
         self.id = lease
-        self.handles = wire.unpack_handles(handles)
+        self._packed = handles
+        self._handles: list[wire.Handle] | None = None
         self._origins = origins
         self._ended = False
+
+    @property
+    def handles(self) -> list[wire.Handle]:
+        if self._handles is None:  # most leases of many pages are only made a table of
+            self._handles = wire.unpack_handles(self._packed)
+        return self._handles
 
     @property
     def layout(self) -> Layout:
@@ -171,7 +181,7 @@ class Lease:
         return f"<Lease {self.id}: {len(self)} pages{', released' if self._ended else ''}>"
 
     def __len__(self) -> int:
-        return len(self.handles)
+        return len(self._packed) // wire.HANDLE_BYTES
 
     def __iter__(self) -> Iterator[PageView]:
         return iter(self.pages)
@@ -192,10 +202,13 @@ class Lease:
 
         self.require()
         stride = self.layout.unit_stride
-        start = [self.attachment.device_address(handle.slab) + handle.offset for handle in self.handles]
-        units = np.array([handle.length // stride for handle in self.handles], np.int64)
+        handles = np.frombuffer(self._packed, _HANDLE)
+        slabs, which = np.unique(handles["slab"], return_inverse=True)
+        bases = np.array([self.attachment.device_address(int(slab)) for slab in slabs], np.int64)
+        start = bases[which] + handles["offset"].astype(np.int64)
+        units = handles["length"].astype(np.int64) // stride
         within = np.arange(units.sum()) - np.repeat(np.cumsum(units) - units, units)
-        addresses = np.repeat(np.array(start, np.int64), units) + within * stride
+        addresses = np.repeat(start, units) + within * stride
         own = self.attachment.gpu
         if own is None:
             raise InvalidRequest("this client is not on a GPU: make it with Client(device=...)")
@@ -351,5 +364,5 @@ class Reservation:
         published = sorted(slot for slot, status in zip(chosen, answer.status, strict=True) if status == GRANTED)
         kept = {slot for slot, status in zip(chosen, answer.status, strict=True) if lease and status != GRANTED}
         self._open.difference_update(set(chosen) - kept)
-        handles = wire.pack_handles([self.handles[slot] for slot in published]) if lease else b""
+        handles = b"".join(wire.pack_handle(*self.handles[slot]) for slot in published) if lease else b""
         return answer.status, Lease(self.namespace, self.attachment, answer.lease, handles)

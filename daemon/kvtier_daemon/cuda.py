@@ -29,7 +29,7 @@ from kvtier_daemon.streams import MOST, Stream
 
 log = logging.getLogger(__name__)
 
-_WINDOWS = {"up": 256 << 20, "down": 256 << 20, "peer": 1 << 30}
+_WINDOWS = {"up": 256 << 20, "down": 256 << 20, "peer": 2 << 30}
 """Bytes under way by direction: enough to keep the link busy for some milliseconds, in which this thread may have to wait
 for the interpreter; little enough for a borrow not to wait longer than that."""
 _MARKED = 4 << 20

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.keys import Namespace
 from kvtier.presence import PresenceTable
-from kvtier_daemon.slabs import Frame, State
+from kvtier_daemon.slabs import READY, Frame
 
 if TYPE_CHECKING:
     from kvtier_daemon.tiers import Tier
@@ -73,14 +73,14 @@ class Page:
     def ready(self) -> Frame | None:
         """Its replica in the fastest tier that has one."""
         for frame in self.frames:
-            if frame is not None and frame.state is State.READY:
+            if frame is not None and frame.state is READY:
                 return frame
         return None
 
     def in_reach(self, tier: Tier) -> Frame | None:
         """The fastest replica that one copy brings to `tier`."""
         for frame in self.frames:
-            if frame is not None and frame.state is State.READY and tier.reaches(frame.tier):
+            if frame is not None and frame.state is READY and tier.reaches(frame.tier):
                 return frame
         return None
 
@@ -117,7 +117,7 @@ class Page:
             return
         above.kids -= 1
         lru = above.slab.owner.lru
-        leaf = not above.kids and above.state is State.READY and not above.pins and not above.slab.leaving
+        leaf = not above.kids and above.state is READY and not above.pins and not above.slab.leaving
         if leaf and above not in lru:
             lru[above] = None
             lru.move_to_end(above, last=False)

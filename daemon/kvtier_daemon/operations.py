@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 
 from kvtier.errors import Cancelled, KvtierError, OutOfPages
 from kvtier.sizes import format_size
-from kvtier.wire import BUSY, EXISTS, GRANTED, Body, Borrowed, Count, Pinned, Reserved, pack_handles
+from kvtier.wire import BUSY, EXISTS, GRANTED, Body, Borrowed, Count, Pinned, Reserved
 from kvtier_daemon.directory import OpenNamespace, Page, Tenant
 from kvtier_daemon.jobs import Barrier, Priority, longest
 from kvtier_daemon.placement import leave_crowded, place, rise
 from kvtier_daemon.sessions import Reservation, Session, Sessions, Slot
-from kvtier_daemon.slabs import Frame, SlabClass, State
+from kvtier_daemon.slabs import READY, Frame, SlabClass, State
 from kvtier_daemon.store import AT_ONCE, Store
 from kvtier_daemon.tiers import Tier
 
@@ -117,7 +117,7 @@ class Borrowing(Operation):
                 return
             page = self.pages[len(self.held)]
             there = page.frames[self.tier.index] if self.tier is not None else None
-            if there is not None and there.state is State.READY and not page.gone:
+            if there is not None and there.state is READY and not page.gone:
                 self._hold(there, there.tier)
                 continue
             found = page.ready()
@@ -168,7 +168,7 @@ class Borrowing(Operation):
 
     def result(self) -> Body:
         lease = self.sessions.grant(self.session, self.held)
-        return Borrowed(lease, pack_handles([frame.handle() for frame in self.held]), bytes(self.origins))
+        return Borrowed(lease, b"".join([frame.handle() for frame in self.held]), bytes(self.origins))
 
     def holds(self) -> int:
         return len(self.held) if self.starved is not None else 0
@@ -196,7 +196,7 @@ class Borrowing(Operation):
             page, frame = self.pages[self.arrived], self.held[self.arrived]
             if frame.page is not page or frame.generation != self.generations[self.arrived]:
                 self._cut(self.arrived)  # its copy failed
-            elif frame.state is State.READY:
+            elif frame.state is READY:
                 self.arrived += 1
             else:
                 watch(self, page)  # again each time: a page on its way in two steps wakes its waiters at the first
@@ -241,7 +241,7 @@ def lend_at_once(
     for page in run:
         found = None
         for frame in page.frames:
-            if frame is not None and frame.state is State.READY and frame.tier.index in readable:
+            if frame is not None and frame.state is READY and frame.tier.index in readable:
                 found = frame
                 break
         if found is None or (tier is not None and found.tier is not tier):
@@ -257,7 +257,7 @@ def lend_at_once(
     home = session.home
     if tier is None and home is not None and frames[-1].tier is not home:  # tails leave first: else the run is there
         rise(store, run, home)
-    return Borrowed(sessions.grant(session, frames), pack_handles([frame.handle() for frame in frames]), origins)
+    return Borrowed(sessions.grant(session, frames), b"".join([frame.handle() for frame in frames]), origins)
 
 
 def count_hits(store: Store, pages: list[Page], origins: Sequence[int]) -> None:
@@ -407,7 +407,7 @@ class Reserving(Operation):
         counters.busy += self.status.count(BUSY)
         if slots:
             self.session.reservations[self.reservation.id] = self.reservation
-        handles = pack_handles([slot.frame.handle() for slot in slots if slot.frame is not None])
+        handles = b"".join([slot.frame.handle() for slot in slots if slot.frame is not None])
         self.finish(Reserved(self.reservation.id if slots else 0, bytes(self.status), handles))
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from kvtier_daemon.directory import Page
 from kvtier_daemon.jobs import Priority
-from kvtier_daemon.slabs import Frame, State
+from kvtier_daemon.slabs import READY, Frame
 from kvtier_daemon.store import Store
 from kvtier_daemon.tiers import Tier
 
@@ -73,6 +73,6 @@ def _on_peer(page: Page, wanted: Tier, readable: frozenset[int]) -> Frame | None
     if not wanted.device:
         return None
     for frame in page.frames:
-        if frame is not None and frame.state is State.READY and frame.tier.device and frame.tier.index in readable:
+        if frame is not None and frame.state is READY and frame.tier.device and frame.tier.index in readable:
             return frame
     return None

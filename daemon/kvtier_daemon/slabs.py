@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier.wire import pack_handle
 
 if TYPE_CHECKING:
     from kvtier_daemon.directory import Page, Tenant
@@ -35,6 +37,12 @@ class State(IntEnum):
     READY = 3
     DRAINING = 4
     QUARANTINED = 5
+
+
+FREE: Final = State.FREE
+FILLING: Final = State.FILLING
+READY: Final = State.READY
+"""Those that are asked for a page's every move, which costs a lookup where a member is named by its class."""
 
 
 class Frame:
@@ -62,7 +70,7 @@ class Frame:
         self.slab = slab
         self.tier: Tier = slab.owner.tier
         self.index = index
-        self.state = State.FREE
+        self.state = FREE
         self.generation = 0
         self.page: Page | None = None
         self.pins = 0
@@ -79,11 +87,11 @@ class Frame:
     def nbytes(self) -> int:
         return self.slab.owner.frame_bytes
 
-    def handle(self) -> tuple[int, int, int, int]:
-        """What `kvtier.wire.Handle` is made of."""
+    def handle(self) -> bytes:
+        """A `kvtier.wire.Handle`, packed."""
         slab = self.slab
         nbytes = slab.owner.frame_bytes
-        return (slab.id, self.generation, self.index * nbytes, nbytes)
+        return pack_handle(slab.id, self.generation, self.index * nbytes, nbytes)
 
     def become(self, state: State) -> None:
         owner = self.slab.owner
@@ -91,7 +99,7 @@ class Frame:
         counts[self.state] -= 1
         counts[state] += 1
         if self.pins:
-            owner.leased += (state is State.READY) - (self.state is State.READY)
+            owner.leased += (state is READY) - (self.state is READY)
         self.state = state
 
 
@@ -130,7 +138,7 @@ class Slab:
     def vacatable(self) -> bool:
         """Whether every frame could leave soon: none is held or written by anyone. Nor is one being filled: what came
         would leave at once, and its page be copied here again for ever if it has to leave where it is."""
-        movable = (State.FREE, State.READY)
+        movable = (FREE, READY)
         return not self.leaving and all(frame.state in movable and not frame.pins for frame in self.frames)
 
 
@@ -186,14 +194,14 @@ class SlabClass:
         slab.busy = 0
         slab.frames = [Frame(slab, index) for index in range(slab.nbytes // self.frame_bytes)]
         self.slabs.append(slab)
-        self.counts[State.FREE] += len(slab.frames)
+        self.counts[FREE] += len(slab.frames)
         self.free.extend(reversed(slab.frames))
 
     def disown(self, slab: Slab) -> None:
         """Let go of an empty slab."""
         assert slab.busy == 0
         self.slabs.remove(slab)
-        self.counts[State.FREE] -= len(slab.frames)
+        self.counts[FREE] -= len(slab.frames)
         if not slab.leaving:
             self.free = [frame for frame in self.free if frame.slab is not slab]
         slab.frames = []  # frames name their slab: what names each other is freed by a full collection alone
@@ -211,7 +219,7 @@ class SlabClass:
         frame.slab.busy += 1
         frame.touched = 0
         frame.generation += 1
-        self.counts[State.FREE] -= 1
+        self.counts[FREE] -= 1
         self.counts[state] += 1
         frame.state = state
         self.taken += 1
@@ -220,16 +228,16 @@ class SlabClass:
     def filled(self, frames: list[Frame]) -> None:
         """`frames` of this class, FILLING until now, are READY."""
         for frame in frames:
-            frame.state = State.READY
+            frame.state = READY
             if frame.pins:
                 self.leased += 1
-        self.counts[State.FILLING] -= len(frames)
-        self.counts[State.READY] += len(frames)
+        self.counts[FILLING] -= len(frames)
+        self.counts[READY] += len(frames)
 
     def give(self, frame: Frame) -> None:
         """Make `frame`, which holds nothing any more, free."""
         assert frame.page is None and not frame.pins and not frame.copies
-        frame.become(State.FREE)
+        frame.become(FREE)
         frame.kids = 0
         frame.slab.busy -= 1
         if not frame.slab.leaving:
@@ -273,16 +281,16 @@ class SlabClass:
         frames = [frame for slab in self.slabs for frame in slab.frames]
         for state in State:
             assert self.counts[state] == sum(frame.state is state for frame in frames), state
-        assert self.leased == sum(bool(frame.pins) and frame.state is State.READY for frame in frames)
-        assert all(frame.state is State.FREE and not frame.slab.leaving for frame in self.free)
+        assert self.leased == sum(bool(frame.pins) and frame.state is READY for frame in frames)
+        assert all(frame.state is FREE and not frame.slab.leaving for frame in self.free)
         assert len(set(self.free)) == len(self.free)
         for frame in frames:
             assert frame.pins >= 0 and frame.copies >= 0 and frame.kids >= 0
-            held = frame.state in (State.FILLING, State.READY)
+            held = frame.state in (FILLING, READY)
             assert held == (frame.page is not None) or frame.state is State.DRAINING, frame.state
             if frame in self.lru:
-                assert frame.state is State.READY and not frame.pins and not frame.slab.leaving
-            elif frame.state is State.READY and not frame.pins and not frame.slab.leaving:
+                assert frame.state is READY and not frame.pins and not frame.slab.leaving
+            elif frame.state is READY and not frame.pins and not frame.slab.leaving:
                 assert frame.kids or frame.copies, "a frame that could leave is in no list"
         for slab in self.slabs:
-            assert slab.busy == sum(frame.state is not State.FREE for frame in slab.frames)
+            assert slab.busy == sum(frame.state is not FREE for frame in slab.frames)

@@ -22,7 +22,7 @@ from kvtier_daemon.counters import Counters
 from kvtier_daemon.directory import Directory, OpenNamespace, Page, Tenant
 from kvtier_daemon.jobs import Barrier, Copy, Erase, Grow, Job, Priority, Record, Shrink
 from kvtier_daemon.room import Room
-from kvtier_daemon.slabs import Frame, SlabClass, State
+from kvtier_daemon.slabs import FILLING, READY, Frame, SlabClass, State
 from kvtier_daemon.tiers import Tier
 
 if TYPE_CHECKING:
@@ -121,16 +121,16 @@ class Store:
 
     def pin(self, frame: Frame) -> None:
         """Hold a READY or FILLING frame where it is."""
-        if not frame.pins:
+        if not frame.pins and frame.state is READY:
             owner = frame.slab.owner
             owner.lru.pop(frame, None)
-            owner.leased += frame.state is State.READY
+            owner.leased += 1
         frame.pins += 1
 
     def unpin(self, frame: Frame) -> None:
         frame.pins -= 1
         assert frame.pins >= 0
-        if not frame.pins and frame.state is State.READY:
+        if not frame.pins and frame.state is READY:
             frame.slab.owner.leased -= 1
             self.settle(frame)
             self.wake(frame.slab.owner)
@@ -152,9 +152,10 @@ class Store:
             for frame in page.frames:
                 if frame is not None:
                     frame.touched = frame.slab.touched = tick
-                    lru = frame.slab.owner.lru
-                    if frame in lru:
-                        lru.move_to_end(frame)
+                    if not frame.pins:
+                        lru = frame.slab.owner.lru
+                        if frame in lru:
+                            lru.move_to_end(frame)
             page = page.parent
 
     # Pages and their replicas
@@ -166,7 +167,7 @@ class Store:
         page = self.directory.publish(key, namespace, number, parent)
         frame.pins += pinned
         page.enter(frame)
-        frame.become(State.READY)
+        frame.become(READY)
         self.tick += 1
         frame.touched = frame.slab.touched = self.tick
         self.counters.commits += 1
@@ -197,9 +198,9 @@ class Store:
             return None
         held.copies += 1  # or making room could drop the very source
         owner = self.class_of(tier, page.namespace.tenant, page.nbytes)
-        target = self.take(owner, State.FILLING)
+        target = self.take(owner, FILLING)
         held.copies -= 1
-        if held.state is State.READY and (page.gone or held.slab.leaving):
+        if held.state is READY and (page.gone or held.slab.leaving):
             self.settle(held)
         if target is None:
             self.starved = owner
@@ -223,7 +224,7 @@ class Store:
             self._unqueue(member)
             self.publish("removed", member)
             for frame in member.frames:
-                if frame is not None and frame.state is State.READY and not frame.pins and not frame.copies:
+                if frame is not None and frame.state is READY and not frame.pins and not frame.copies:
                     self.drop(frame)
             self._wake_page(member)
         self.counters.evicted(reason, len(members))
@@ -233,7 +234,7 @@ class Store:
         """Drop those replicas that nobody holds and whose pages are in another tier too."""
         dropped = 0
         for frame in frames:
-            if frame is None or frame.state is not State.READY or frame.pins or frame.copies or frame.page is None:
+            if frame is None or frame.state is not READY or frame.pins or frame.copies or frame.page is None:
                 continue
             if self.replicas(frame.page) > 1:
                 self.drop(frame)
@@ -243,7 +244,7 @@ class Store:
 
     def replicas(self, page: Page) -> int:
         """In how many tiers the page could be read now."""
-        return sum(frame is not None and frame.state is State.READY for frame in page.frames)
+        return sum(frame is not None and frame.state is READY for frame in page.frames)
 
     # Jobs
 
@@ -348,7 +349,7 @@ class Store:
                 continue
             if tier.writing >= most and not (source.tier.device and tier.writing * page.nbytes < GPU_WINDOW):
                 return
-            target = self.take(self.class_of(tier, page.namespace.tenant, page.nbytes), State.FILLING)
+            target = self.take(self.class_of(tier, page.namespace.tenant, page.nbytes), FILLING)
             if target is None:
                 return
             self._unqueue(page, tier)
@@ -481,7 +482,7 @@ class Store:
         elif isinstance(error, SourceLost):
             self.counters.lost += 1
             self.counters.checksum_failures += isinstance(error, WrongBytes)
-            if source.page is page and source.state is State.READY and not source.pins and not source.copies:
+            if source.page is page and source.state is READY and not source.pins and not source.copies:
                 self.drop(source)
             elif not page.gone:
                 self.forget(page, "lost")
@@ -490,7 +491,7 @@ class Store:
 
     def _released(self, page: Page, source: Frame) -> None:
         """A copy of `page` reads `source` no more."""
-        if not source.pins and source.page is page and source.state is State.READY:
+        if not source.pins and source.page is page and source.state is READY:
             self.settle(source)
         owner = source.slab.owner
         if owner.waiters:
@@ -542,7 +543,7 @@ class Store:
         tier.closed = True
         for slab in list(tier.slabs.values()):
             for frame in slab.frames:
-                if frame.state is State.READY and not frame.pins and not frame.copies:
+                if frame.state is READY and not frame.pins and not frame.copies:
                     self.drop(frame)
 
     def _discard(self, target: Frame) -> None:
@@ -567,19 +568,19 @@ class Store:
         for page in list(tier.unsaved):
             self._unqueue(page, tier)
             for frame in page.frames:
-                if frame is not None and frame.state is State.READY and frame.slab.leaving:
+                if frame is not None and frame.state is READY and frame.slab.leaving:
                     self.settle(frame)
 
     def _write_through(self, page: Page) -> None:
         """Queue copies of `page` to the tier below each that holds it, as admission and the queue's bound allow."""
         frames = page.frames
         for frame in frames:
-            if frame is None or frame.state is not State.READY:
+            if frame is None or frame.state is not READY:
                 continue
             below = frame.tier.below
-            if below is None or frames[below.index] is not None or below.closed or page in below.unsaved:
+            if below is None or frames[below.index] is not None or below.closed:
                 continue
-            if below.config.admission == "second-use" and page.uses < 2:
+            if (below.second_use and page.uses < 2) or (below.unsaved and page in below.unsaved):
                 continue
             if not below.fits(page.namespace.tenant, page.nbytes):
                 continue

@@ -44,12 +44,17 @@ class Tier:
         self.persistent = persistent
         self.mappable = mappable
         self.capacity: int = config.capacity
+        self.write_queue: int = config.write_queue
+        self.second_use = config.admission == "second-use"
+        """Whether pages that were used but once are not copied here."""
         self.allocated = 0
         self.holdings: dict[int, int] = {}
         self.below: Tier | None = None
         self.direct: set[int] | None = None
         """Indices of the tiers that it exchanges pages with in one copy; None: all. Others go through host memory."""
         self.classes: dict[tuple[int, int], SlabClass] = {}
+        self._asked: SlabClass | None = None
+        """What was asked for last, and is most often asked for next."""
         self.slabs: dict[int, Slab] = {}
         self.tenants: dict[int, Tenant] = {}
         self.unsaved: OrderedDict[Page, None] = OrderedDict()
@@ -69,11 +74,15 @@ class Tier:
         return self.direct is None or other.index in self.direct
 
     def slab_class(self, tenant: Tenant, frame_bytes: int) -> SlabClass:
+        found = self._asked
+        if found is not None and found.frame_bytes == frame_bytes and found.tenant is tenant:
+            return found
         key = (tenant.id, frame_bytes)
         found = self.classes.get(key)
         if found is None:
             self.tenants[tenant.id] = tenant
             found = self.classes[key] = SlabClass(self, tenant, frame_bytes)
+        self._asked = found
         return found
 
     def slab_bytes(self, frame_bytes: int) -> int:
@@ -102,7 +111,7 @@ class Tier:
 
     def queues(self, nbytes: int) -> bool:
         """Whether so much more may wait to be copied here."""
-        return self.unsaved_bytes + nbytes <= self.config.write_queue
+        return self.unsaved_bytes + nbytes <= self.write_queue
 
     def may_grow(self, owner: SlabClass, now: float) -> int:
         """Bytes of the slab that `owner` may have now; 0 if none."""

@@ -327,7 +327,7 @@ class Verbs:
                     below = frame.tier.below if frame is not None and frame.state is State.READY else None
                     if below is None or page.frames[below.index] is not None:
                         continue
-                    admitted = below.config.admission == "always" or page.uses > 1
+                    admitted = not below.second_use or page.uses > 1
                     if admitted and below.fits(tenant, page.nbytes):
                         yield page, below
 
