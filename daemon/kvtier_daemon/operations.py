@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from kvtier.errors import Cancelled, KvtierError, OutOfPages
 from kvtier.sizes import format_size
@@ -100,6 +100,10 @@ class Borrowing(Operation):
         self.generations: list[int] = []
         self.origins = bytearray()
         """Of the frames held; the tiers that the pages were found in, by index."""
+        self.handles = b""
+        """Of the frames held, packed, once all are."""
+        self.pace = AT_ONCE
+        """Pages to ask for before others have their turn; more from turn to turn."""
         self.arrived = 0
         self.touched = False
         self.starved: SlabClass | None = None
@@ -135,7 +139,7 @@ class Borrowing(Operation):
                 break
             self._hold(frame, found.tier)
         if len(self.held) == len(self.pages):
-            self._touch()  # while the copies are under way, rather than when the last of them has come
+            self._prepare()  # while the copies are under way, rather than when the last of them has come
         self._count_arrived()
         if self.arrived == len(self.pages):
             self._grant()
@@ -167,8 +171,9 @@ class Borrowing(Operation):
         super().finish(result)
 
     def result(self) -> Body:
+        self._prepare()
         lease = self.sessions.grant(self.session, self.held)
-        return Borrowed(lease, b"".join([frame.handle() for frame in self.held]), bytes(self.origins))
+        return Borrowed(lease, self.handles, bytes(self.origins))
 
     def holds(self) -> int:
         return len(self.held) if self.starved is not None else 0
@@ -189,7 +194,9 @@ class Borrowing(Operation):
         found = page.ready() if page is not None else None
         if page is None or found is None or self.tier is None:
             return AT_ONCE
-        return max(AT_ONCE, min(_TURN, 4 * longest(found.tier, self.tier) // page.nbytes))
+        turn = max(AT_ONCE, min(_TURN, self.pace, 4 * longest(found.tier, self.tier) // page.nbytes))
+        self.pace = 2 * turn
+        return turn
 
     def _count_arrived(self) -> None:
         while self.arrived < len(self.held):
@@ -201,6 +208,12 @@ class Borrowing(Operation):
             else:
                 watch(self, page)  # again each time: a page on its way in two steps wakes its waiters at the first
                 return
+
+    def _prepare(self) -> None:
+        """Do what can be done before the last copy has come."""
+        self._touch()
+        if self.counted and not self.handles:
+            self.handles = b"".join([frame.handle() for frame in self.held])
 
     def _touch(self) -> None:
         if not self.touched:
@@ -214,6 +227,7 @@ class Borrowing(Operation):
 
     def _release(self, length: int) -> None:
         """Hold no more than the first `length` pages."""
+        self.handles = b""
         for page, frame, generation in zip(
             self.pages[length:], self.held[length:], self.generations[length:], strict=False
         ):
@@ -223,7 +237,7 @@ class Borrowing(Operation):
 
     def _grant(self) -> None:
         if self.counted:
-            count_hits(self.store, self.pages, self.origins)
+            count_hits(self.store, self.pages, bytes(self.origins))
         self._touch()
         if self.tier is not None:
             leave_crowded(self.store, self.pages, self.tier)
@@ -260,14 +274,19 @@ def lend_at_once(
     return Borrowed(sessions.grant(session, frames), b"".join([frame.handle() for frame in frames]), origins)
 
 
-def count_hits(store: Store, pages: list[Page], origins: Sequence[int]) -> None:
-    """`pages` are lent to a worker; each was found in the tier of that index."""
-    counters = store.counters
-    for page, origin in zip(pages, origins, strict=True):
-        counters.hits[origin] += 1
-        counters.hit_tokens[origin] += page.tokens
-    if pages:
-        pages[0].namespace.borrowed += len(pages)
+def count_hits(store: Store, pages: list[Page], origins: bytes) -> None:
+    """`pages`, a piece of a chain, are lent to a worker; each was found in the tier of that index."""
+    if not pages:
+        return
+    counters, number, namespace = store.counters, pages[0].number, pages[0].namespace
+    namespace.borrowed += len(pages)
+    start = 0
+    for end in range(1, len(pages) + 1):
+        origin = origins[start]
+        if end == len(pages) or origins[end] != origin:
+            counters.hits[origin] += end - start
+            counters.hit_tokens[origin] += namespace.schedule.tokens(number + start, end - start)
+            start = end
 
 
 class Pinning(Borrowing):

@@ -290,7 +290,8 @@ class Store:
                 break
         if self._outbox:
             self._send()
-        self._at_once = AT_ONCE
+        if not self.postponed:
+            self._at_once = AT_ONCE
 
     def beat(self) -> None:
         """Now and then (about 20 times a second while anything waits): measure demand, let waiters look again."""
