@@ -109,10 +109,16 @@ def chain(
     return keys
 
 
-def split(packed: bytes) -> list[bytes]:
-    """The keys of a packed list. Raises InvalidRequest for a length that is not a multiple of 16."""
+def count(packed: bytes) -> int:
+    """How many keys a packed list has. Raises InvalidRequest for a length that is not a multiple of 16."""
     if len(packed) % KEY_BYTES:
         raise InvalidRequest(f"a packed list of keys has {len(packed)} bytes: not a multiple of {KEY_BYTES}")
+    return len(packed) // KEY_BYTES
+
+
+def split(packed: bytes) -> list[bytes]:
+    """The keys of a packed list. Raises as `count` does."""
+    count(packed)
     keys: list[bytes] = []
     at = 0
     while at + _BLOCK.size <= len(packed):

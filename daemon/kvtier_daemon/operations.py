@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Callable
 
+from kvtier import keys as page_keys
 from kvtier.errors import Cancelled, KvtierError, OutOfPages
 from kvtier.sizes import format_size
 from kvtier.wire import BUSY, EXISTS, GRANTED, Body, Borrowed, Count, Pinned, Reserved
@@ -23,6 +24,8 @@ from kvtier_daemon.tiers import Tier
 
 Answer = Callable[[Body | KvtierError], None]
 _numbers = itertools.count()
+_LOOKED_UP = 4 * AT_ONCE * page_keys.KEY_BYTES
+"""Bytes of keys that are looked up together."""
 _TURN = 8 * AT_ONCE
 """Pages that a long request asks for at most before others have their turn."""
 
@@ -78,7 +81,8 @@ class Operation:
 
 
 class Borrowing(Operation):
-    """Lease the longest leading run of `pages` that can be had in `tier` (None: wherever workers can read it).
+    """Lease the longest leading run of `pages`, and of those under the packed keys `rest`, that can be had in `tier` (None:
+    wherever workers can read it). Keys are looked up in turns too: a link need not wait until the last of them is found.
 
     Every frame is pinned as soon as it is found or its copy is started, so that nothing that arrives is lost to
     another borrow before the run is complete.
@@ -88,13 +92,20 @@ class Borrowing(Operation):
     """Whether it is a worker's request, and so a hit or a miss."""
 
     def __init__(
-        self, sessions: Sessions, session: Session, pages: list[Page], tier: Tier | None, answer: Answer
+        self,
+        sessions: Sessions,
+        session: Session,
+        pages: list[Page],
+        tier: Tier | None,
+        answer: Answer,
+        rest: bytes = b"",
     ) -> None:
         super().__init__(answer)
         self.sessions = sessions
         self.store = sessions.store
         self.session = session
         self.pages = pages
+        self.rest = rest
         self.tier = tier
         self.held: list[Frame] = []
         self.generations: list[int] = []
@@ -108,14 +119,14 @@ class Borrowing(Operation):
         self.touched = False
         self.starved: SlabClass | None = None
         self.first = pages[0] if pages else None
-        self.asked = len(pages)
+        self.asked = len(pages) + page_keys.count(rest)
         """Pages that the request named, whether they are held or not."""
 
     def advance(self) -> None:
         self.starved = None
         store = self.store
         turn = len(self.held) + self._turn()
-        while len(self.held) < len(self.pages):
+        while self._more():
             if len(self.held) == turn:
                 store.postponed.append(self)
                 return
@@ -138,10 +149,10 @@ class Borrowing(Operation):
                 wait_for(self, self.starved)
                 break
             self._hold(frame, found.tier)
-        if len(self.held) == len(self.pages):
+        if not self._more():
             self._prepare()  # while the copies are under way, rather than when the last of them has come
         self._count_arrived()
-        if self.arrived == len(self.pages):
+        if self.arrived == len(self.pages) and not self.rest:
             self._grant()
 
     def expire(self) -> None:
@@ -152,7 +163,7 @@ class Borrowing(Operation):
         self._count_arrived()
         if not self.arrived and self.starved is not None and not self.held:
             self.store.counters.out_of_pages += 1
-            self.finish(starvation(self.starved, len(self.pages)))
+            self.finish(starvation(self.starved, self.asked))
             return
         self._cut(self.arrived)
         self._grant()
@@ -188,9 +199,19 @@ class Borrowing(Operation):
         self.generations.append(frame.generation)
         self.origins.append(origin.index)
 
+    def _more(self) -> bool:
+        """Whether there is a page to ask for next."""
+        if len(self.held) == len(self.pages) and self.rest:
+            keys, self.rest = self.rest[:_LOOKED_UP], self.rest[_LOOKED_UP:]
+            found = self.session.tenant.run(page_keys.split(keys))
+            self.pages += found
+            if len(found) < page_keys.count(keys):
+                self.rest = b""
+        return len(self.held) < len(self.pages)
+
     def _turn(self) -> int:
         """How many pages to ask for before others have their turn: some milliseconds of a link, some tenths of one here."""
-        page = self.pages[len(self.held)] if len(self.held) < len(self.pages) else None
+        page = self.pages[len(self.held)] if self._more() else None
         found = page.ready() if page is not None else None
         if page is None or found is None or self.tier is None:
             return AT_ONCE
@@ -222,6 +243,7 @@ class Borrowing(Operation):
 
     def _cut(self, length: int) -> None:
         """Ask for no more than the first `length` pages."""
+        self.rest = b""
         self._release(length)
         del self.pages[length:]
 
@@ -246,6 +268,14 @@ class Borrowing(Operation):
         self.finish(self.result())
 
 
+def at_hand(page: Page, tier: Tier | None, readable: frozenset[int]) -> Frame | None:
+    """The frame of `page` that can be lent in `tier` now, with no copy."""
+    for frame in page.frames:
+        if frame is not None and frame.state is READY and frame.tier.index in readable:
+            return frame if tier is None or frame.tier is tier else None
+    return None
+
+
 def lend_at_once(
     sessions: Sessions, session: Session, run: list[Page], tier: Tier | None, asked: int
 ) -> Borrowed | None:
@@ -253,12 +283,8 @@ def lend_at_once(
     store, readable = sessions.store, session.readable
     frames: list[Frame] = []
     for page in run:
-        found = None
-        for frame in page.frames:
-            if frame is not None and frame.state is READY and frame.tier.index in readable:
-                found = frame
-                break
-        if found is None or (tier is not None and found.tier is not tier):
+        found = at_hand(page, tier, readable)
+        if found is None:
             return None
         frames.append(found)
     origins = bytes([frame.tier.index for frame in frames])

@@ -27,6 +27,7 @@ from kvtier_daemon.operations import (
     Pinning,
     Prefetching,
     Reserving,
+    at_hand,
     forget_all,
     lend_at_once,
 )
@@ -86,18 +87,21 @@ class Verbs:
 
     def _borrow(self, session: Session, _: bytes, body: wire.Borrow, answer: Answer) -> wire.Body | Operation:
         tier = None if body.tier == "any" else self._tier(body.tier, session)
-        keys = page_keys.split(body.keys)
+        asked = page_keys.count(body.keys)
         counters = self.store.counters
         counters.borrows += 1
-        run = session.tenant.run(keys)
+        run = session.tenant.run(page_keys.split(body.keys[: page_keys.KEY_BYTES]))
         if not run:
-            counters.asked(len(keys), session.space.schedule.tokens(0, len(keys)) if session.space else 0)
+            counters.asked(asked, session.space.schedule.tokens(0, asked) if session.space else 0)
             return wire.Borrowed(0, b"")
-        lent = lend_at_once(self.sessions, session, run, tier, len(keys))
+        if at_hand(run[0], tier, session.readable) is None:
+            return Borrowing(self.sessions, session, run, tier, answer, body.keys[page_keys.KEY_BYTES :])
+        run = session.tenant.run(page_keys.split(body.keys))
+        lent = lend_at_once(self.sessions, session, run, tier, asked)
         if lent is not None:
             return lent
         operation = Borrowing(self.sessions, session, run, tier, answer)
-        operation.asked = len(keys)
+        operation.asked = asked
         return operation
 
     def _release(self, session: Session, _: bytes, body: wire.Release, __: Answer) -> wire.Body:
@@ -178,8 +182,7 @@ class Verbs:
         return wire.Count(operation.started if operation.done else len(operation.pages))
 
     def _pin(self, session: Session, _: bytes, body: wire.Pin, answer: Answer) -> wire.Body | Operation:
-        run = session.tenant.run(page_keys.split(body.keys))
-        return Pinning(self.sessions, session, run, self._tier(body.tier), answer)
+        return Pinning(self.sessions, session, [], self._tier(body.tier), answer, body.keys)
 
     def _unpin(self, session: Session, _: bytes, body: wire.Unpin, __: Answer) -> wire.Body:
         return wire.Count(self.sessions.unpin(session.tenant, body.pin))
@@ -216,8 +219,7 @@ class Verbs:
 
     def _migrate(self, session: Session, _: bytes, body: wire.Migrate, answer: Answer) -> wire.Body | Operation:
         self._accepting()
-        run = session.tenant.run(page_keys.split(body.keys))
-        operation = Migrating(self.sessions, session, run, self._tier(body.tier), answer)
+        operation = Migrating(self.sessions, session, [], self._tier(body.tier), answer, body.keys)
         operation.move = body.move
         return operation
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from kvtier.wire import Borrowed, unpack_handles
+import itertools
+
+from kvtier.wire import Borrowed, Count, unpack_handles
 from kvtier_daemon.directory import OpenNamespace
 from kvtier_daemon.jobs import Copy, Job
-from kvtier_daemon.operations import _TURN
+from kvtier_daemon.operations import _TURN, Borrowing, Migrating
 from kvtier_daemon.sessions import Session
 from kvtier_daemon.store import AT_ONCE
 from tests.daemon.world import World
@@ -81,7 +83,7 @@ def test_a_long_request_takes_longer_turns_each_time() -> None:
     while world.store.postponed:
         world.store.run()
         asked.append(len(slow.held))
-    turns = [after - before for before, after in zip(asked, asked[1:], strict=False)]
+    turns = [after - before for before, after in itertools.pairwise(asked)]
     assert asked[0] <= 4 * AT_ONCE
     assert turns[0] > AT_ONCE and max(turns) <= _TURN and turns[:-1] == sorted(turns[:-1])
 
@@ -95,4 +97,40 @@ def test_a_long_borrow_that_is_taken_back_holds_nothing() -> None:
     world.settle()
     assert not world.store.postponed
     assert not any(frame.pins for tier in world.tiers for slab in tier.slabs.values() for frame in slab.frames)
+    world.store.check()
+
+
+def test_keys_are_looked_up_in_turns_and_end_at_the_first_unknown_one() -> None:
+    world = World(LONG + 512, LONG + 512, persistent=False, slab=256)
+    session = world.session()
+    space, keys = _stored(world, session, "long", 1, LONG)
+    _make_slabs(world, session, space)
+    answers: list[object] = []
+    run = session.tenant.run(keys[:1])
+    packed = b"".join([*keys[1:], b"unknown".ljust(16), keys[-1]])
+    operation = Borrowing(world.sessions, session, run, world.tiers[0], answers.append, packed)
+    operation.advance()
+    world.store.run()
+    assert 1 < len(operation.pages) < LONG and len(operation.held) >= AT_ONCE
+    world.settle()
+    (lent,) = answers
+    assert isinstance(lent, Borrowed) and len(unpack_handles(lent.handles)) == LONG
+    counters = world.store.counters
+    assert (counters.requested, sum(counters.hits)) == (LONG + 2, LONG)
+    world.store.check()
+
+
+def test_what_leaves_between_two_turns_ends_the_run() -> None:
+    world = World(LONG + 512, LONG + 512, persistent=False, slab=256)
+    session = world.session()
+    space, keys = _stored(world, session, "long", 1, LONG)
+    _make_slabs(world, session, space)
+    answers: list[object] = []
+    migrating = Migrating(world.sessions, session, [], world.tiers[0], answers.append, b"".join(keys))
+    migrating.advance()
+    known = len(migrating.pages)
+    assert known < LONG - 100
+    world.store.forget(session.tenant.pages[keys[known + 50]], "asked")
+    world.settle()
+    assert answers == [Count(known + 50)]
     world.store.check()

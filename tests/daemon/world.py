@@ -82,7 +82,9 @@ class World:
     ) -> tuple[Borrowing, list[Body | KvtierError]]:
         answers: list[Body | KvtierError] = []
         where = None if tier is None else self.tiers[tier]
-        operation = Borrowing(self.sessions, session, session.tenant.run(keys), where, answers.append)
+        known = session.tenant.run(keys[:1])
+        rest = b"".join(keys[1:]) if known else b""
+        operation = Borrowing(self.sessions, session, known, where, answers.append, rest)
         operation.advance()
         self.store.run()
         return operation, answers
