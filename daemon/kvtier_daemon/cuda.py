@@ -36,8 +36,11 @@ _MARKED = 4 << 20
 """Bytes after which an event is due: often enough for those who wait, seldom enough for pages of a few KiB."""
 _PICK_UP = 1e-3
 """Seconds that whoever brings copies to an idle stream waits at most for them to be started."""
-_POLL = 20e-6
-"""Seconds between two looks at the events while nothing else is to be done."""
+_POLL = (20e-6, 200e-6)
+"""Seconds between two looks at the events while nothing else is to be done, at least and at most."""
+_POLLED = 2e12
+"""Bytes of the copies that are due next, for which that is a second: so a wait ends late by a tenth of it or so, and this
+thread asks for the interpreter lock no more often than pays."""
 _LOST = frozenset({46, 214, 700, 702, 709, 710, 719, 999})
 """CUDA errors after which a context is of no more use (device unavailable, ECC, illegal access, launch failure ...)."""
 
@@ -144,7 +147,8 @@ class StreamLane(Lane):
                 self._start_copies(direction, jobs)
             self._picked_up.set()
             if not self._reap() and not slabs and not copies and busy:
-                time.sleep(_POLL)
+                due_next = min(queue[0][3] for queue in self.under_way.values() if queue)
+                time.sleep(min(max(_POLL[0], due_next / _POLLED), _POLL[1]))
 
     def submit(self, jobs: list[tuple[int, Job]]) -> None:
         """As a lane does; a direction that is busy keeps no other waiting.

@@ -19,7 +19,7 @@ from kvtier_daemon.notify import Notifier
 
 log = logging.getLogger(__name__)
 
-_SWITCH = 5e-5
+_SWITCH = 2e-5
 """Seconds that a mover waits at most for the interpreter lock to start the next copy; Python's own 5 ms idles a link."""
 _COLLECTIONS = (20_000, 20, 100_000)
 """When Python looks for garbage that names itself. The store makes none, and looking through all of it would hold every

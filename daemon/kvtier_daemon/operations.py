@@ -111,8 +111,8 @@ class Borrowing(Operation):
         self.generations: list[int] = []
         self.origins = bytearray()
         """Of the frames held; the tiers that the pages were found in, by index."""
-        self.handles = b""
-        """Of the frames held, packed, once all are."""
+        self.handles: list[bytes] = []
+        """Of the frames held, packed, if they are for a worker."""
         self.pace = AT_ONCE
         """Pages to ask for before others have their turn; more from turn to turn."""
         self.arrived = 0
@@ -150,7 +150,7 @@ class Borrowing(Operation):
                 break
             self._hold(frame, found.tier)
         if not self._more():
-            self._prepare()  # while the copies are under way, rather than when the last of them has come
+            self._touch()  # while the copies are under way, rather than when the last of them has come
         self._count_arrived()
         if self.arrived == len(self.pages) and not self.rest:
             self._grant()
@@ -182,9 +182,8 @@ class Borrowing(Operation):
         super().finish(result)
 
     def result(self) -> Body:
-        self._prepare()
         lease = self.sessions.grant(self.session, self.held)
-        return Borrowed(lease, self.handles, bytes(self.origins))
+        return Borrowed(lease, b"".join(self.handles), bytes(self.origins))
 
     def holds(self) -> int:
         return len(self.held) if self.starved is not None else 0
@@ -198,6 +197,8 @@ class Borrowing(Operation):
         self.held.append(frame)
         self.generations.append(frame.generation)
         self.origins.append(origin.index)
+        if self.counted:
+            self.handles.append(frame.handle())
 
     def _more(self) -> bool:
         """Whether there is a page to ask for next."""
@@ -230,12 +231,6 @@ class Borrowing(Operation):
                 watch(self, page)  # again each time: a page on its way in two steps wakes its waiters at the first
                 return
 
-    def _prepare(self) -> None:
-        """Do what can be done before the last copy has come."""
-        self._touch()
-        if self.counted and not self.handles:
-            self.handles = b"".join([frame.handle() for frame in self.held])
-
     def _touch(self) -> None:
         if not self.touched:
             self.touched = True
@@ -249,13 +244,12 @@ class Borrowing(Operation):
 
     def _release(self, length: int) -> None:
         """Hold no more than the first `length` pages."""
-        self.handles = b""
         for page, frame, generation in zip(
             self.pages[length:], self.held[length:], self.generations[length:], strict=False
         ):
             if frame.page is page and frame.generation == generation:
                 self.store.unpin(frame)
-        del self.held[length:], self.generations[length:], self.origins[length:]
+        del self.held[length:], self.generations[length:], self.origins[length:], self.handles[length:]
 
     def _grant(self) -> None:
         if self.counted:
