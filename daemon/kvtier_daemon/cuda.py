@@ -147,7 +147,7 @@ class StreamLane(Lane):
                 self._start_copies(direction, jobs)
             self._picked_up.set()
             if not self._reap() and not slabs and not copies and busy:
-                due_next = min(queue[0][3] for queue in self.under_way.values() if queue)
+                due_next = min((queue[0][3] for queue in self.under_way.values() if queue), default=0)
                 time.sleep(min(max(_POLL[0], due_next / _POLLED), _POLL[1]))
 
     def submit(self, jobs: list[tuple[int, Job]]) -> None:

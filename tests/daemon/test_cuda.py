@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from kvtier import device, driver
-from kvtier.wire import Borrowed
+from kvtier.driver import DriverError
+from kvtier.wire import Borrowed, unpack_handles
 from kvtier_daemon import cuda, tiers
 from kvtier_daemon.cuda import CudaMedium, StreamLane
 from kvtier_daemon.jobs import Copy, Job
@@ -26,55 +29,98 @@ class Memory(CudaMedium):
         return frame.slab.id << 32 | frame.offset
 
 
+class Link:
+    """A lane, the world whose copies it is given, and what it has reported."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **calls: Callable[..., int]) -> None:
+        """`calls` stand in for the driver's of those names."""
+        gpu = device.devices()[0]
+        library = driver.library()
+        for name, call in calls.items():
+            monkeypatch.setattr(library, name, call, raising=False)
+        monkeypatch.setattr(driver, "library", lambda: library)
+        monkeypatch.setattr(tiers, "GRANULE", UNIT)
+        self.world = World(64, 64, slab=16, persistent=False)
+        self.world.tiers[0].device = "GPU-0"
+        self.session = self.world.session()
+        space = self.world.namespace(self.session)
+        self.keys = self.world.keys(space, 8)
+        self.world.store_chain(self.session, space, self.keys, tier=1)
+        self.done: list[Job] = []
+        self._told = threading.Event()
+        media = [Memory("hbm", gpu), Memory("host", gpu)]
+        self.lane = StreamLane(media[0], self._report, list(media))
+
+    def _report(self, jobs: list[Job]) -> None:
+        self.done.extend(jobs)
+        self._told.set()
+
+    def asked_for(self) -> tuple[list[Copy], list[Any]]:
+        """The copies of a borrow of all pages, and where its answer will be."""
+        _, answers = self.world.borrow(self.session, self.keys, tier=0)
+        while not any(isinstance(job, Copy) for job in self.world.jobs):
+            self.world.do(self.world.ready_jobs()[0])
+        return [job for job in self.world.jobs if isinstance(job, Copy)], answers
+
+    def finish(self, copies: list[Copy]) -> None:
+        """Wait until they are reported, and have the store take note."""
+        while len(self.done) < len(copies):
+            assert self._told.wait(5)
+            self._told.clear()
+        for job in self.done:
+            self.world.jobs.remove(job)
+            self.world.store.finish(job)
+        self.done.clear()
+        self.world.store.run()
+
+
 def test_an_idle_direction_is_at_work_when_submit_returns(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_PICK_UP", 5.0)  # a busy machine may take its time
     started: list[int] = []
-    gpu = device.devices()[0]
-    library = driver.library()
 
     def copy(target: int, source: int, nbytes: int, stream: object) -> int:
         time.sleep(0.0002)
         started.append(nbytes)
         return 0
 
-    monkeypatch.setattr(library, "cuMemcpyAsync", copy, raising=False)
-    monkeypatch.setattr(driver, "library", lambda: library)
-    monkeypatch.setattr(tiers, "GRANULE", UNIT)
-    world = World(64, 64, slab=16, persistent=False)
-    world.tiers[0].device = "GPU-0"
-    session = world.session()
-    space = world.namespace(session)
-    keys = world.keys(space, 8)
-    world.store_chain(session, space, keys, tier=1)
-    done: list[Job] = []
-    over = threading.Event()
-
-    def report(jobs: list[Job]) -> None:
-        done.extend(jobs)
-        over.set()
-
-    media = [Memory("hbm", gpu), Memory("host", gpu)]
-    lane = StreamLane(media[0], report, list(media))
+    link = Link(monkeypatch, cuMemcpyAsync=copy)
     try:
         for _ in range(20):
-            _, answers = world.borrow(session, keys, tier=0)
-            while not any(isinstance(job, Copy) for job in world.jobs):
-                world.do(world.ready_jobs()[0])
-            copies = [job for job in world.jobs if isinstance(job, Copy)]
+            copies, answers = link.asked_for()
             before = len(started)
-            lane.submit([(job.priority, job) for job in copies])
+            link.lane.submit([(job.priority, job) for job in copies])
             assert len(started) > before, "the link idles"
-            while len(done) < len(copies):
-                assert over.wait(5)
-                over.clear()
-            for job in done:
-                world.jobs.remove(job)
-                world.store.finish(job)
-            done.clear()
-            world.store.run()
+            link.finish(copies)
             assert isinstance(answers[0], Borrowed)
-            world.sessions.release(session, answers[0].lease)
-            for page in session.tenant.run(keys):
-                world.store.shed([page.frames[0]])
+            link.world.sessions.release(link.session, answers[0].lease)
+            for page in link.session.tenant.run(link.keys):
+                link.world.store.shed([page.frames[0]])
     finally:
-        assert lane.stop(5)
+        assert link.lane.stop(5)
+
+
+def test_copies_whose_event_fails_are_reported_and_the_next_are_made(
+    emulated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says = [600, 1]  # not ready, then an error
+    link = Link(
+        monkeypatch,
+        cuMemcpyAsync=lambda *_: 0,
+        cuEventQuery=lambda _: says.pop(0) if says else 0,
+        cuGetErrorName=lambda *_: 1,
+    )
+    try:
+        copies, answers = link.asked_for()
+        link.lane.submit([(job.priority, job) for job in copies])
+        link.finish(copies)
+        assert all(isinstance(job.error, DriverError) for job in copies)
+        (nothing,) = answers
+        assert isinstance(nothing, Borrowed) and not nothing.handles
+        time.sleep(0.05)  # the thread has gone on to look for more
+        copies, answers = link.asked_for()
+        link.lane.submit([(job.priority, job) for job in copies])
+        link.finish(copies)
+        assert isinstance(answers[0], Borrowed) and len(unpack_handles(answers[0].handles)) == 8
+        assert not link.lane.restarts
+    finally:
+        assert link.lane.stop(5)
