@@ -62,6 +62,13 @@ def table(entries: torch.Tensor, lengths: torch.Tensor, batch: int, unit_tokens:
         raise InvalidRequest(f"a table of {entries.shape[1]} units is past 2**31 tokens a sequence")
 
 
+def with_a_column(entries: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A table without columns has no memory to load from: in its place, one whose column no sequence is long enough for."""
+    if entries.shape[1]:
+        return entries, lengths
+    return entries.new_zeros(len(entries), 1), torch.zeros_like(lengths)
+
+
 def bounds(
     entries: torch.Tensor, lengths: torch.Tensor, all_layouts: Sequence[Layout], check: bool | None
 ) -> list[int] | None:

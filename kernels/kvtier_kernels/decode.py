@@ -284,6 +284,7 @@ def decode(
     q4 = q[:, None] if squeeze else q
     layouts = layouts_of(layout, precisions)
     checks.attention(q4, table, lengths, layouts, layer, sinks, slopes, window, softcap, scale, check)
+    table, lengths = checks.with_a_column(table, lengths)
     batch, tokens, heads, dim = q4.shape
     out = checks.output(out, q, q.dtype, "out")
     lse = checks.output(lse, q[..., 0], torch.float32, "lse", contiguous=True)

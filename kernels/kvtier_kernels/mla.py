@@ -181,6 +181,7 @@ def mla(
     checks.table(table, lengths, len(ql), layout.unit_tokens)
     checks.same_device(ql, q_rope=qr, table=table, lengths=lengths)
     checks.bounds(table, lengths, (layout,), check)
+    table, lengths = checks.with_a_column(table, lengths)
     out = checks.output(out, q_latent, q_latent.dtype, "out")
     lse = checks.output(lse, q_latent[..., 0], torch.float32, "lse", contiguous=True)
     if not ql.numel():

@@ -153,6 +153,7 @@ def prefill(
     checks.table(table, lengths, table.shape[0], layout.unit_tokens)
     checks.same_device(q, cu_q=cu_q, table=table, lengths=lengths, sinks=sinks, slopes=slopes)
     checks.ragged(cu_q, len(lengths), len(q), most_queries, lengths, checks.bounds(table, lengths, layouts, check))
+    table, lengths = checks.with_a_column(table, lengths)
     out = checks.output(out, q, q.dtype, "out")
     lse = checks.output(lse, q[..., 0], torch.float32, "lse", contiguous=True)
     if not q.numel() or most_queries == 0:

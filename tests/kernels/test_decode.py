@@ -245,6 +245,17 @@ def test_an_empty_sequence_is_zeros_and_harms_no_other(programs: int) -> None:
     torch.testing.assert_close(out[1], want[0])
 
 
+def test_a_table_without_columns_is_of_empty_sequences() -> None:
+    layout = AttentionLayout(layers=1, kv_heads=2, head_dim=64, dtype="float32")
+    table, lengths = (
+        torch.zeros(2, 0, dtype=torch.int64, device=DEVICE),
+        torch.zeros(2, dtype=torch.int32, device=DEVICE),
+    )
+    out, lse = poisoned((2, 4, 64), torch.float32), poisoned((2, 4), torch.float32)
+    decode(queries(2, 1, 4, 64, torch.float32)[:, 0], table, lengths, layout, 0, out=out, lse=lse)
+    assert out.eq(0).all() and lse.eq(float("-inf")).all()
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [

@@ -41,6 +41,16 @@ def test_drawn_shapes(
     close(lse, want_lse, tolerance(dtype))
 
 
+def test_a_table_without_columns_is_of_empty_sequences() -> None:
+    table, lengths = (
+        torch.zeros(2, 0, dtype=torch.int64, device=DEVICE),
+        torch.zeros(2, dtype=torch.int32, device=DEVICE),
+    )
+    q = torch.randn(2, 16, 576, device=DEVICE)
+    out, lse = mla(q[..., :512], q[..., 512:], table, lengths, LatentLayout(layers=1, dtype="float32"), 0, scale=0.07)
+    assert out.eq(0).all() and lse.eq(float("-inf")).all()
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [

@@ -91,6 +91,19 @@ def test_options(options: dict[str, Any]) -> None:
     agree(paged(layout, [70, 9]), [30, 9], 6, torch.float32, **options)
 
 
+def test_rows_over_a_table_without_columns_are_zeros() -> None:
+    """What their lengths say is cut to the table."""
+    layout = AttentionLayout(layers=1, kv_heads=2, head_dim=64, dtype="float32")
+    table, lengths = (
+        torch.zeros(2, 0, dtype=torch.int64, device=DEVICE),
+        torch.full((2,), 3, dtype=torch.int32, device=DEVICE),
+    )
+    q = torch.randn(5, 4, 64, device=DEVICE)
+    out, lse = poisoned(q.shape, q.dtype), poisoned(q.shape[:2], torch.float32)
+    prefill(q, offsets([2, 3]), table, lengths, layout, 0, most_queries=3, out=out, lse=lse, check=False)
+    assert out.eq(0).all() and lse.eq(float("-inf")).all()
+
+
 def test_one_query_a_sequence_is_decode() -> None:
     layout = AttentionLayout(layers=1, kv_heads=2, head_dim=64, dtype="float32")
     cache = paged(layout, [33, 1, 64])
