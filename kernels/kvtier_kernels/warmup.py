@@ -42,7 +42,7 @@ def warm(
 ) -> dict[str, float]:
     """Launch each kernel that serves `layout` once on the current GPU; seconds each took, compiling included.
 
-    Decode is compiled for batches rounded up to powers of two: name those that will be served.
+    Decode is compiled for batches rounded up to 16, 64, 256 and so on (`plan.lanes`): name those that will be served.
     """
     device = torch.device("cuda")
     unit = torch.zeros(layout.unit_stride + 4096, dtype=torch.uint8, device=device)
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         layout = LatentLayout(layers=options.layers, dtype=options.dtype, unit_tokens=options.unit_tokens)
     else:
         layout = AttentionLayout(options.layers, options.kv_heads, options.head_dim, options.dtype, options.unit_tokens)
-    seconds = warm(layout, options.heads, TORCH_DTYPES[options.query_dtype], options.batch or [1, 8, 64, 256])
+    seconds = warm(layout, options.heads, TORCH_DTYPES[options.query_dtype], options.batch or [16, 64, 256])
     for name, took in seconds.items():
         print(f"{name:<24} {took:8.2f} s")
     print(f"tuning: {tuning.record_path()}{'' if tuning.record_path().exists() else ' (none: defaults)'}")
