@@ -116,6 +116,8 @@ class Borrowing(Operation):
         self.pace = AT_ONCE
         """Pages to ask for before others have their turn; more from turn to turn."""
         self.arrived = 0
+        self.used = 0
+        """Pages of which the use has been counted."""
         self.touched = False
         self.starved: SlabClass | None = None
         self.first = pages[0] if pages else None
@@ -128,6 +130,7 @@ class Borrowing(Operation):
         turn = len(self.held) + self._turn()
         while self._more():
             if len(self.held) == turn:
+                self._use()
                 store.postponed.append(self)
                 return
             page = self.pages[len(self.held)]
@@ -231,10 +234,16 @@ class Borrowing(Operation):
                 watch(self, page)  # again each time: a page on its way in two steps wakes its waiters at the first
                 return
 
+    def _use(self) -> None:
+        """Turn by turn too: what is done for thousands of pages at once keeps links and others waiting."""
+        self.store.use(self.pages[self.used : len(self.held)])
+        self.used = max(self.used, len(self.held))
+
     def _touch(self) -> None:
         if not self.touched:
             self.touched = True
-            self.store.touch(self.pages)
+            self._use()
+            self.store.renew(self.pages[-1] if self.pages else None)
 
     def _cut(self, length: int) -> None:
         """Ask for no more than the first `length` pages."""

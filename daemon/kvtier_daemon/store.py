@@ -137,9 +137,12 @@ class Store:
 
     def touch(self, run: list[Page]) -> None:
         """`run`, a piece of one chain, was used just now: it becomes the most recent, its head more so than its tail."""
-        if not run:
-            return
-        self.renew(run[-1])
+        if run:
+            self.renew(run[-1])
+            self.use(run)
+
+    def use(self, run: list[Page]) -> None:
+        """Count a use of each page, and save those that waited for their second."""
         for page in run:
             page.uses += 1
             if page.uses == 2:

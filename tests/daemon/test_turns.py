@@ -134,3 +134,20 @@ def test_what_leaves_between_two_turns_ends_the_run() -> None:
     world.settle()
     assert answers == [Count(known + 50)]
     world.store.check()
+
+
+def test_uses_are_counted_in_turns_and_once() -> None:
+    world = World(LONG + 512, LONG + 512, persistent=False, slab=256)
+    session = world.session()
+    space, keys = _stored(world, session, "long", 1, LONG)
+    _make_slabs(world, session, space)
+    run = session.tenant.run(keys)
+    before = [page.uses for page in run]
+    slow, lent = world.borrow(session, keys)
+    counted = sum(page.uses - was for page, was in zip(run, before, strict=True))
+    assert AT_ONCE <= counted < LONG and not lent
+    slow.let_go()
+    world.store.runnable.append(slow)
+    world.settle()
+    assert isinstance(lent[0], Borrowed)
+    assert [page.uses - was for page, was in zip(run, before, strict=True)] == [1] * LONG
