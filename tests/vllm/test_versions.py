@@ -50,16 +50,20 @@ def test_another_version(number: str, engines: MakeEngine, shared: Daemon) -> No
         "    allocated(*given)\n"
         "inside._scheduler.allocated = evicting"
     )
-    for _ in range(5):  # a lookup that a busy machine answers late is a miss, and then there is no load to fail
+    counting = "result = {one.name: one.value for one in llm.get_metrics() if hasattr(one, 'value')}"
+    # On a busy machine a lookup may be answered late, and is a miss; or a load comes after another request, which computed
+    # the same, has saved it again. Then no load fails.
+    for _ in range(5):
         assert tokens_of(engine.generate(*asked, tokens=7)) == tokens_of(cold), "pages that go are computed"
         engine.settle()
         forget(engine)
-        if engine.do("result = len(evicted)"):
+        counted = engine.do(counting)
+        failed = number in LOSE_COUNTS or counted["vllm:kvtier_failed_loads"]
+        if failed and engine.do("result = len(evicted)"):
             break
     else:
-        pytest.fail("no load was begun: this shows nothing")
+        pytest.fail("no load failed: this shows nothing")
     engine.do("del inside._scheduler.allocated")
-    counted = engine.do("result = {one.name: one.value for one in llm.get_metrics() if hasattr(one, 'value')}")
     assert counted["vllm:kvtier_saved_pages"] >= 3
     if number not in LOSE_COUNTS:
         assert counted["vllm:kvtier_failed_loads"] > 0 and counted["vllm:kvtier_loaded_tokens"] >= 3 * BLOCK
