@@ -45,7 +45,8 @@ def _plain(value: Any) -> Any:
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)  # msgpack, and faster at it than the package of that name
 _HANDLE = struct.Struct("<IIQQ")
 HANDLE_BYTES = _HANDLE.size
-"""Of a `Handle`, packed: two 32-bit numbers and two of 64 bits, little-endian."""
+HANDLE_FIELDS = [("slab", "<u4"), ("generation", "<u4"), ("offset", "<u8"), ("length", "<u8")]
+"""Of a `Handle`, packed: how long it is, and its fields as numpy takes them."""
 _U64 = struct.Struct("<Q")
 _LIMITS: dict[str, Any] = {
     "max_str_len": 1 << 16,

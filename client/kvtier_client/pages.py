@@ -35,9 +35,6 @@ _NUMPY = {
     "uint8": "u1",
 }
 
-_HANDLE = [("slab", "<u4"), ("generation", "<u4"), ("offset", "<u8"), ("length", "<u8")]
-"""`wire.Handle`, packed, as numpy takes it."""
-
 
 class PageView:
     """A page of a lease or reservation: 2**order units in one piece of memory."""
@@ -202,7 +199,7 @@ class Lease:
 
         self.require()
         stride = self.layout.unit_stride
-        handles = np.frombuffer(self._packed, _HANDLE)
+        handles = np.frombuffer(self._packed, wire.HANDLE_FIELDS)
         slabs, which = np.unique(handles["slab"], return_inverse=True)
         bases = np.array([self.attachment.device_address(int(slab)) for slab in slabs], np.int64)
         start = bases[which] + handles["offset"].astype(np.int64)

@@ -39,8 +39,8 @@ _PICK_UP = 1e-3
 _POLL = (20e-6, 200e-6)
 """Seconds between two looks at the events while nothing else is to be done, at least and at most."""
 _POLLED = 2e12
-"""Bytes of the copies that are due next, for which that is a second: so a wait ends late by a tenth of it or so, and this
-thread asks for the interpreter lock no more often than pays."""
+"""Bytes of the copies that are due next, a second of waiting: long ones, which take a link five times as long or longer, are
+looked at no more often than it pays to ask for the interpreter lock."""
 _LOST = frozenset({46, 214, 700, 702, 709, 710, 719, 999})
 """CUDA errors after which a context is of no more use (device unavailable, ECC, illegal access, launch failure ...)."""
 

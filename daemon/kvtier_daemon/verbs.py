@@ -94,15 +94,12 @@ class Verbs:
         if not run:
             counters.asked(asked, session.space.schedule.tokens(0, asked) if session.space else 0)
             return wire.Borrowed(0, b"")
-        if at_hand(run[0], tier, session.readable) is None:
-            return Borrowing(self.sessions, session, run, tier, answer, body.keys[page_keys.KEY_BYTES :])
-        run = session.tenant.run(page_keys.split(body.keys))
-        lent = lend_at_once(self.sessions, session, run, tier, asked)
-        if lent is not None:
-            return lent
-        operation = Borrowing(self.sessions, session, run, tier, answer)
-        operation.asked = asked
-        return operation
+        if at_hand(run[0], tier, session.readable) is not None:
+            whole = session.tenant.run(page_keys.split(body.keys))
+            lent = lend_at_once(self.sessions, session, whole, tier, asked)
+            if lent is not None:
+                return lent
+        return Borrowing(self.sessions, session, run, tier, answer, body.keys[page_keys.KEY_BYTES :])
 
     def _release(self, session: Session, _: bytes, body: wire.Release, __: Answer) -> wire.Body:
         pages = 0

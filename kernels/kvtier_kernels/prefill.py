@@ -196,17 +196,15 @@ def _launch(
     plain = not mixed and window is None and softcap is None and slopes is None and sinks is None
     plain = plain and q.dtype == TORCH_DTYPES[layout.dtype]
     choice = tuning.prefill(layout, group, q.device, plain=plain)
+    form = shape(layout, group, choice, q.device)
+    grid = (triton.cdiv(most_queries, form["ROWS"] // group), layout.kv_heads, len(lengths))
     if choice.gluon:
-        form = shape(layout, group, choice, q.device)
-        grid = (triton.cdiv(most_queries, form["ROWS"] // group), layout.kv_heads, len(lengths))
         prefill_hopper.prefill_kernel[grid](
             q, cu_q, table, lengths, out, lse, scale * LOG2E, layer, table.shape[1], *q.stride()[:2], *out.stride()[:2],
             table.stride(0), **{name: form[name] for name in prefill_hopper.FORM}, STAGES=choice.stages,
             num_warps=choice.warps,
         )  # fmt: skip
         return
-    form = shape(layout, group, choice, q.device)
-    grid = (triton.cdiv(most_queries, form["ROWS"] // form["G"]), layout.kv_heads, len(lengths))
     prefill_kernel[grid](
         q, cu_q, table, lengths, sinks, slopes, out, lse, scale * LOG2E, softcap or 1.0, window or 0, layer,
         layout.layers, table.shape[1], *q.stride()[:2], *out.stride()[:2], table.stride(0), **form, MIXED=mixed,

@@ -147,7 +147,7 @@ def mla(layout: LatentLayout, rows: int, device: Device = None) -> Choice:
     few = rows <= 16
     choice = Choice(block=64, warps=4 if few else 8, stages=3 if few else 2, per_sm=1, rows=16 if few else 64)
     # Elsewhere than on Hopper these are what fits without spills; they were compiled, and never run.
-    if device is not None and not 90 <= capability(device) < 100:
+    if device is not None and not hopper(device):
         choice = choice._replace(warps=8, stages=2) if few else choice._replace(block=32, rows=32)
     if layout.dtype == "float32":
         choice = Choice(block=16, warps=4, stages=1, per_sm=1, rows=16)
@@ -159,13 +159,13 @@ def mla(layout: LatentLayout, rows: int, device: Device = None) -> Choice:
 def warpgroups(layout: LatentLayout, device: Device) -> bool:
     """Whether latents of `layout` can be served by `mla_hopper` on `device`, from queries of their own dtype."""
     fits = (layout.latent, layout.rope) == (512, 64) and layout.dtype in ("bfloat16", "float16")
-    return GLUON and fits and 90 <= capability(device) < 100
+    return GLUON and fits and hopper(device)
 
 
 def prefill_warpgroups(layout: AttentionLayout, device: Device) -> bool:
     """Whether units of `layout` can be served by `prefill_hopper` on `device`, to queries of their own dtype."""
     fits = layout.head_dim in (64, 128) and layout.dtype in ("bfloat16", "float16")
-    return GLUON and fits and 90 <= capability(device) < 100
+    return GLUON and fits and hopper(device)
 
 
 def multiprocessors(device: Device) -> int:
@@ -250,6 +250,10 @@ def capability(device: Device) -> int:
         return device
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor
+
+
+def hopper(device: Device) -> bool:
+    return 90 <= capability(device) < 100
 
 
 def mla_key(layout: LatentLayout, rows: int) -> str:

@@ -24,21 +24,22 @@ def _stored(world: World, session: Session, model: str, first: int, count: int) 
     return space, keys
 
 
-def _make_slabs(world: World, session: Session, space: OpenNamespace) -> None:
-    """Have the upper tier's slabs made, and free."""
-    spare, _ = world.reserve(session, space, [number.to_bytes(16) for number in range(5000, 5000 + LONG + 8)])
-    world.settle()
-    world.sessions.abandon(session, spare.reservation, spare.reservation.slots)
-    world.store.run()
+def _long(*, slabs: bool = True) -> tuple[World, Session, list[bytes]]:
+    """A world, a session of it, and the keys of LONG pages in its lower tier; `slabs`: the upper tier has free ones."""
+    world = World(LONG + 512, LONG + 512, persistent=False, slab=256)
+    session = world.session()
+    space, keys = _stored(world, session, "long", 1, LONG)
+    if slabs:
+        spare, _ = world.reserve(session, space, [number.to_bytes(16) for number in range(5000, 5000 + LONG + 8)])
+        world.settle()
+        world.sessions.abandon(session, spare.reservation, spare.reservation.slots)
+        world.store.run()
+    return world, session, keys
 
 
 def test_a_long_borrow_and_a_short_one_take_turns() -> None:
-    world = World(LONG + 512, LONG + 512, persistent=False, slab=256)
-    session = world.session()
-    long, keys = _stored(world, session, "long", 1, LONG)
-    _, few = _stored(world, session, "short", LONG + 1, 4)
-    _make_slabs(world, session, long)
-
+    world, session, keys = _long()
+    few = _stored(world, session, "short", LONG + 1, 4)[1]
     slow, lent = world.borrow(session, keys)
     assert 0 < len(slow.held) <= 2 * _TURN and world.store.postponed == [slow]
     _, soon = world.borrow(session, few)
@@ -54,10 +55,7 @@ def test_a_long_borrow_and_a_short_one_take_turns() -> None:
 
 
 def test_movers_are_given_the_first_pages_early_and_the_rest_in_few_pieces() -> None:
-    world = World(LONG + 512, LONG + 512, persistent=False, slab=256)
-    session = world.session()
-    space, keys = _stored(world, session, "long", 1, LONG)
-    _make_slabs(world, session, space)
+    world, session, keys = _long()
     given: list[int] = []
 
     def submit(jobs: list[Job]) -> None:
@@ -74,10 +72,7 @@ def test_movers_are_given_the_first_pages_early_and_the_rest_in_few_pieces() -> 
 
 def test_a_long_request_takes_longer_turns_each_time() -> None:
     """So that one that comes together with it does not have to wait for a whole long one first."""
-    world = World(LONG + 512, LONG + 512, persistent=False, slab=256)
-    session = world.session()
-    space, keys = _stored(world, session, "long", 1, LONG)
-    _make_slabs(world, session, space)
+    world, session, keys = _long()
     slow, _ = world.borrow(session, keys)
     asked = [len(slow.held)]
     while world.store.postponed:
@@ -89,9 +84,7 @@ def test_a_long_request_takes_longer_turns_each_time() -> None:
 
 
 def test_a_long_borrow_that_is_taken_back_holds_nothing() -> None:
-    world = World(LONG + 512, LONG + 512, persistent=False, slab=256)
-    session = world.session()
-    _, keys = _stored(world, session, "long", 1, LONG)
+    world, session, keys = _long(slabs=False)
     slow, _ = world.borrow(session, keys)
     slow.cancel()
     world.settle()
@@ -101,10 +94,7 @@ def test_a_long_borrow_that_is_taken_back_holds_nothing() -> None:
 
 
 def test_keys_are_looked_up_in_turns_and_end_at_the_first_unknown_one() -> None:
-    world = World(LONG + 512, LONG + 512, persistent=False, slab=256)
-    session = world.session()
-    space, keys = _stored(world, session, "long", 1, LONG)
-    _make_slabs(world, session, space)
+    world, session, keys = _long()
     answers: list[object] = []
     run = session.tenant.run(keys[:1])
     packed = b"".join([*keys[1:], b"unknown".ljust(16), keys[-1]])
@@ -121,10 +111,7 @@ def test_keys_are_looked_up_in_turns_and_end_at_the_first_unknown_one() -> None:
 
 
 def test_what_leaves_between_two_turns_ends_the_run() -> None:
-    world = World(LONG + 512, LONG + 512, persistent=False, slab=256)
-    session = world.session()
-    space, keys = _stored(world, session, "long", 1, LONG)
-    _make_slabs(world, session, space)
+    world, session, keys = _long()
     answers: list[object] = []
     migrating = Migrating(world.sessions, session, [], world.tiers[0], answers.append, b"".join(keys))
     migrating.advance()
@@ -137,10 +124,7 @@ def test_what_leaves_between_two_turns_ends_the_run() -> None:
 
 
 def test_uses_are_counted_in_turns_and_once() -> None:
-    world = World(LONG + 512, LONG + 512, persistent=False, slab=256)
-    session = world.session()
-    space, keys = _stored(world, session, "long", 1, LONG)
-    _make_slabs(world, session, space)
+    world, session, keys = _long()
     run = session.tenant.run(keys)
     before = [page.uses for page in run]
     slow, lent = world.borrow(session, keys)
