@@ -22,7 +22,19 @@ except ImportError:  # deploy/build-deb wants the extensions alone
     BuildHookInterface = object
 
 ROOT = Path(__file__).resolve().parents[1]
-MODULES = ("directory", "jobs", "operations", "placement", "room", "sessions", "slabs", "store", "tiers", "verbs")
+MODULES = (
+    "counters",
+    "directory",
+    "jobs",
+    "operations",
+    "placement",
+    "room",
+    "sessions",
+    "slabs",
+    "store",
+    "tiers",
+    "verbs",
+)
 """Of kvtier_daemon: what the state thread does a page. They call each other directly, so they are compiled together."""
 _SETUP = """
 from mypyc.build import mypycify

@@ -103,15 +103,12 @@ def start(ordinal: int) -> None:
 
 
 def allocate(nbytes: int) -> int:
-    """`nbytes` of the current device's memory, zeroed: it may have been another tenant's. Raises CudaUnavailable."""
+    """`nbytes` of the current device's memory, with whatever was in it. Raises CudaUnavailable."""
     cuda = runtime()
     try:
-        address = cuda.malloc(nbytes)
+        return int(cuda.malloc(nbytes))
     except cuda.CUDARuntimeError as error:
         raise CudaUnavailable(f"{nbytes} bytes of GPU memory are not to be had ({error})") from error
-    cuda.memset(address, 0, nbytes)
-    cuda.deviceSynchronize()
-    return int(address)
 
 
 def export(address: int) -> bytes:

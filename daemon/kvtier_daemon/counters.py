@@ -145,7 +145,7 @@ class Counters:
 
     def report(self) -> dict[str, Any]:
         """All of it by name, for `stats`; moves and latencies are reported by who knows the tiers' names."""
-        plain = {name: value for name, value in vars(self).items() if isinstance(value, int)}
+        plain = {name: value for name in dir(self) if isinstance(value := getattr(self, name), int)}
         return plain | {
             "hits": list(self.hits),
             "hit_tokens": list(self.hit_tokens),

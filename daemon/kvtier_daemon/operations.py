@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from kvtier import keys as page_keys
 from kvtier.errors import Cancelled, KvtierError, OutOfPages
 from kvtier.sizes import format_size
-from kvtier.wire import BUSY, EXISTS, GRANTED, Body, Borrowed, Count, Pinned, Reserved
+from kvtier.wire import BUSY, EXISTS, GRANTED, HANDLE_BYTES, Body, Borrowed, Count, Pinned, Reserved
 from kvtier_daemon.directory import OpenNamespace, Page, Tenant
 from kvtier_daemon.jobs import Barrier, Priority, longest
 from kvtier_daemon.placement import leave_crowded, place, rise
@@ -24,9 +24,9 @@ from kvtier_daemon.tiers import Tier
 
 Answer = Callable[[Body | KvtierError], None]
 _numbers = itertools.count()
-_LOOKED_UP = 4 * AT_ONCE * page_keys.KEY_BYTES
+_LOOKED_UP = 2 * AT_ONCE * page_keys.KEY_BYTES
 """Bytes of keys that are looked up together."""
-_TURN = 8 * AT_ONCE
+_TURN = 4 * AT_ONCE
 """Pages that a long request asks for at most before others have their turn."""
 
 
@@ -109,10 +109,10 @@ class Borrowing(Operation):
         self.tier = tier
         self.held: list[Frame] = []
         self.generations: list[int] = []
-        self.origins = bytearray()
+        self.origins: list[int] = []
         """Of the frames held; the tiers that the pages were found in, by index."""
-        self.handles: list[bytes] = []
-        """Of the frames held, packed, if they are for a worker."""
+        self.handles = bytearray()
+        """Of the frames held, as far as they are packed, for a worker: turn by turn, rather than when the last has come."""
         self.pace = AT_ONCE
         """Pages to ask for before others have their turn; more from turn to turn."""
         self.arrived = 0
@@ -126,12 +126,14 @@ class Borrowing(Operation):
 
     def advance(self) -> None:
         self.starved = None
-        store = self.store
-        turn = len(self.held) + self._turn()
+        store, before = self.store, len(self.held)
+        turn = before + self._turn()
         while self._more():
             if len(self.held) == turn:
                 self._use()
                 store.postponed.append(self)
+                if not before:  # its link may be idle, whatever else there is to do
+                    store.send()
                 return
             page = self.pages[len(self.held)]
             there = page.frames[self.tier.index] if self.tier is not None else None
@@ -149,7 +151,10 @@ class Borrowing(Operation):
                     continue
                 assert store.starved is not None
                 self.starved = store.starved
-                wait_for(self, self.starved)
+                if len(self.pages) - len(self.held) < _TURN:
+                    self._look_up()
+                ahead = (page.nbytes for page in itertools.islice(self.pages, len(self.held), None))
+                wait_for(store, self, self.starved, ahead)
                 break
             self._hold(frame, found.tier)
         if not self._more():
@@ -186,7 +191,8 @@ class Borrowing(Operation):
 
     def result(self) -> Body:
         lease = self.sessions.grant(self.session, self.held)
-        return Borrowed(lease, b"".join(self.handles), bytes(self.origins))
+        self._pack()
+        return Borrowed(lease, bytes(self.handles), bytes(self.origins))
 
     def holds(self) -> int:
         return len(self.held) if self.starved is not None else 0
@@ -200,18 +206,22 @@ class Borrowing(Operation):
         self.held.append(frame)
         self.generations.append(frame.generation)
         self.origins.append(origin.index)
-        if self.counted:
-            self.handles.append(frame.handle())
 
     def _more(self) -> bool:
         """Whether there is a page to ask for next."""
-        if len(self.held) == len(self.pages) and self.rest:
-            keys, self.rest = self.rest[:_LOOKED_UP], self.rest[_LOOKED_UP:]
-            found = self.session.tenant.run(page_keys.split(keys))
-            self.pages += found
-            if len(found) < page_keys.count(keys):
-                self.rest = b""
+        if len(self.held) == len(self.pages):
+            self._look_up()
         return len(self.held) < len(self.pages)
+
+    def _look_up(self) -> None:
+        """Find the pages under the next keys of `rest`, if there are any."""
+        if not self.rest:
+            return
+        keys, self.rest = self.rest[:_LOOKED_UP], self.rest[_LOOKED_UP:]
+        found = self.session.tenant.run(page_keys.split(keys))
+        self.pages += found
+        if len(found) < page_keys.count(keys):
+            self.rest = b""
 
     def _turn(self) -> int:
         """How many pages to ask for before others have their turn: some milliseconds of a link, some tenths of one here."""
@@ -234,14 +244,21 @@ class Borrowing(Operation):
                 watch(self, page)  # again each time: a page on its way in two steps wakes its waiters at the first
                 return
 
+    def _pack(self) -> None:
+        self.handles += packed(self.held[len(self.handles) // HANDLE_BYTES :])
+
     def _use(self) -> None:
         """Turn by turn too: what is done for thousands of pages at once keeps links and others waiting."""
         self.store.use(self.pages[self.used : len(self.held)])
         self.used = max(self.used, len(self.held))
+        if self.counted:
+            self._pack()
 
     def _touch(self) -> None:
         if not self.touched:
             self.touched = True
+            if len(self.pages) > AT_ONCE:
+                self.store.send()  # what is asked for must not wait for this
             self._use()
             self.store.renew(self.pages[-1] if self.pages else None)
 
@@ -258,11 +275,12 @@ class Borrowing(Operation):
         ):
             if frame.page is page and frame.generation == generation:
                 self.store.unpin(frame)
-        del self.held[length:], self.generations[length:], self.origins[length:], self.handles[length:]
+        del self.held[length:], self.generations[length:], self.origins[length:]
+        del self.handles[length * HANDLE_BYTES :]
 
     def _grant(self) -> None:
         if self.counted:
-            count_hits(self.store, self.pages, bytes(self.origins))
+            count_hits(self.store, self.pages, self.origins)
         self._touch()
         if self.tier is not None:
             leave_crowded(self.store, self.pages, self.tier)
@@ -290,7 +308,7 @@ def lend_at_once(
         if found is None:
             return None
         frames.append(found)
-    origins = bytes([frame.tier.index for frame in frames])
+    origins = [frame.tier.index for frame in frames]
     for frame in frames:
         store.pin(frame)
     count_hits(store, run, origins)
@@ -300,10 +318,15 @@ def lend_at_once(
     home = session.home
     if tier is None and home is not None and frames[-1].tier is not home:  # tails leave first: else the run is there
         rise(store, run, home)
-    return Borrowed(sessions.grant(session, frames), b"".join([frame.handle() for frame in frames]), origins)
+    return Borrowed(sessions.grant(session, frames), packed(frames), bytes(origins))
 
 
-def count_hits(store: Store, pages: list[Page], origins: bytes) -> None:
+def packed(frames: list[Frame]) -> bytes:
+    """Their handles."""
+    return b"".join([frame.handle() for frame in frames])
+
+
+def count_hits(store: Store, pages: list[Page], origins: list[int]) -> None:
     """`pages`, a piece of a chain, are lent to a worker; each was found in the tier of that index."""
     if not pages:
         return
@@ -336,6 +359,13 @@ class Migrating(Borrowing):
     move = False
 
     def result(self) -> Body:
+        return Count(len(self.pages))
+
+    def finish(self, result: Body | KvtierError) -> None:
+        """Who asked need not wait while thousands of pages are let go."""
+        if self.done:
+            return
+        super().finish(result)
         for frame in reversed(self.held):
             self.store.unpin(frame)
         there = self.tier
@@ -350,7 +380,6 @@ class Migrating(Borrowing):
                     and (other.tier.index < there.index or other.tier.device)
                 ]
             )
-        return Count(len(self.pages))
 
 
 class Prefetching(Operation):
@@ -369,7 +398,8 @@ class Prefetching(Operation):
             if page.gone or self.store.fetch(page, self.tier, Priority.PREFETCH) is None:
                 owner = self.store.class_of(self.tier, page.namespace.tenant, page.nbytes)
                 if not page.gone and owner.growing:
-                    wait_for(self, owner)
+                    ahead = (page.nbytes for page in itertools.islice(self.pages, self.started, None))
+                    wait_for(self.store, self, owner, ahead)
                     return
                 break
             self.started += 1
@@ -416,7 +446,8 @@ class Reserving(Operation):
             frame = store.take(owner, State.RESERVED)
             if frame is None:
                 self.starved = owner
-                wait_for(self, owner)
+                ahead = itertools.islice(self.pages, len(self.status), None)
+                wait_for(store, self, owner, (namespace.page_bytes(number) for number, _, _ in ahead))
                 return
             if key:
                 tenant.writing.add(key)
@@ -455,7 +486,7 @@ class Reserving(Operation):
         counters.busy += self.status.count(BUSY)
         if slots:
             self.session.reservations[self.reservation.id] = self.reservation
-        handles = b"".join([slot.frame.handle() for slot in slots if slot.frame is not None])
+        handles = packed([slot.frame for slot in slots if slot.frame is not None])
         self.finish(Reserved(self.reservation.id if slots else 0, bytes(self.status), handles))
 
 
@@ -517,11 +548,12 @@ def watch(operation: Operation, page: Page) -> None:
         page.waiters.append(operation)
 
 
-def wait_for(operation: Operation, owner: SlabClass) -> None:
-    """Have `operation` woken when a frame of `owner` may be had."""
+def wait_for(store: Store, operation: Operation, owner: SlabClass, nbytes: Iterable[int]) -> None:
+    """Have `operation` woken when a frame of `owner` may be had. It is going to want frames of those sizes."""
     operation.waits("frames")
     if operation not in owner.waiters:
         owner.waiters.append(operation)
+    store.room.grow_for(owner, nbytes)
 
 
 def starvation(owner: SlabClass, pages: int) -> OutOfPages:

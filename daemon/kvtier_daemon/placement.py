@@ -6,7 +6,7 @@ rises there: at once while that has frames to spare, on its second borrow when i
 pushes nothing out.
 
 What is asked for in one GPU's memory and lies in another's can be read in place over the link, replicated, or moved.
-A decode step reads every page of its context once, and a replica costs about one such read (1.05, measured on two H200;
+A decode step reads every page of its context once, and a replica costs about one such read (1.04, measured on two H200;
 docs/performance.md): from the second step on it is the cheaper choice. So a page is replicated wherever a frame can be had
 that costs nobody a page used more recently than this one; else it is read in place. It is moved (the other replica dropped)
 where the GPU that it came from has no free frame left and nobody there holds it.

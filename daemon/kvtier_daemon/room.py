@@ -9,12 +9,13 @@ A part of the store, and changes its state through it. Who may have how much is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from kvtier_daemon.jobs import Carve, Grow, Shrink
 from kvtier_daemon.slabs import Frame, Slab, SlabClass, State
-from kvtier_daemon.tiers import Tier
+from kvtier_daemon.tiers import GROWING_AT_ONCE, Tier
 
 if TYPE_CHECKING:
     from kvtier_daemon.store import Store
@@ -36,8 +37,7 @@ class Room:
     def make(self, owner: SlabClass) -> None:
         """Have a frame of `owner` come free, now or soon."""
         tier = owner.tier
-        per_slab = max(1, tier.slab_bytes(owner.frame_bytes) // owner.frame_bytes)
-        if owner.growing and owner.growing * per_slab > len(owner.waiters):
+        if owner.growing and owner.growing * tier.frames_a_slab(owner.frame_bytes) > len(owner.waiters):
             return
         nbytes = tier.may_grow(owner, self.store.clock())
         if nbytes:
@@ -49,6 +49,18 @@ class Room:
                 return
             if victim is not None:
                 self.evict(victim)
+
+    def grow_for(self, owner: SlabClass, nbytes: Iterable[int]) -> None:
+        """Someone waits for frames of `owner`: grow as many slabs at once as pages of these sizes will want."""
+        tier = owner.tier
+        per_slab = tier.frames_a_slab(owner.frame_bytes)
+        most = itertools.islice(nbytes, GROWING_AT_ONCE * per_slab)
+        wanted = sum(each == owner.frame_bytes for each in most)
+        while owner.growing * per_slab < wanted:
+            slab = tier.may_grow(owner, self.store.clock())
+            if not slab:
+                return
+            self._grow(owner, slab)
 
     def make_ahead(self, owner: SlabClass) -> None:
         """Make room before it is needed, as far as that costs nobody anything."""
@@ -67,7 +79,7 @@ class Room:
 
     def can_take(self, owner: SlabClass, touched: int) -> bool:
         """Whether `owner` could have a frame now at no cost to a page used since tick `touched`."""
-        if owner.free or owner.tier.may_grow(owner, self.store.clock()):
+        if owner.free or owner.growing or owner.tier.may_grow(owner, self.store.clock()):
             return True
         victim = owner.victim()
         return victim is not None and victim.touched < touched

@@ -20,6 +20,7 @@ from kvtier.wire import pack_handle
 
 if TYPE_CHECKING:
     from kvtier_daemon.directory import Page, Tenant
+    from kvtier_daemon.jobs import Copy
     from kvtier_daemon.operations import Operation
     from kvtier_daemon.tiers import Tier
 
@@ -49,12 +50,14 @@ class Frame:
     """A slot of a slab.
 
     `pins` counts leases and the borrows that wait for it; `copies` the copies that read it; `kids` the page's child
-    pages that have a frame in the same tier. Only with all three at 0 may a READY frame be emptied.
+    pages that have a frame in the same tier. Only with all three at 0 may a READY frame be emptied. `copy` is the one
+    under way into it.
     """
 
     __slots__ = (
         "checksum",
         "copies",
+        "copy",
         "generation",
         "index",
         "kids",
@@ -75,6 +78,7 @@ class Frame:
         self.page: Page | None = None
         self.pins = 0
         self.copies = 0
+        self.copy: Copy | None = None
         self.kids = 0
         self.touched = 0
         self.checksum = 0

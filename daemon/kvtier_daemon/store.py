@@ -32,7 +32,7 @@ STALLED = 2.0
 """Seconds in which a tier finished no copy from above, though some were wanted, after which nobody waits for it."""
 GPU_WINDOW = 256 << 20
 """Bytes of write-through from a GPU that are under way at once: its link is not kept waiting for this thread."""
-AT_ONCE = 64
+AT_ONCE = 128
 """Jobs, or pages of their runs, handed to the movers together: first so that a link is soon at work. What follows at once is
 handed over by twice as many each time, for each hand-over costs both sides."""
 _REASONS = tuple(priority.name.lower() for priority in Priority)
@@ -78,7 +78,6 @@ class Store:
         self._at_once = AT_ONCE
         self._run: Copy | None = None
         """The run in the outbox that may still grow."""
-        self.copying: dict[Frame, Copy] = {}
         self.onward: dict[Frame, list[tuple[Frame, Priority]]] = {}
         """FILLING frames from which a page goes on, as soon as it is there, to others taken for it already."""
         self.starved: SlabClass | None = None
@@ -188,7 +187,7 @@ class Store:
         """
         frame = page.frames[tier.index]
         if frame is not None:
-            job = self.copying.get(frame)
+            job = frame.copy
             if job is not None and job.priority > priority and not job.taken:
                 job.priority = priority
                 self._hand_over(job)
@@ -291,8 +290,7 @@ class Store:
                     self.pump(tier)
             if not self.runnable:
                 break
-        if self._outbox:
-            self._send()
+        self.send()
         if not self.postponed:
             self._at_once = AT_ONCE
 
@@ -385,12 +383,14 @@ class Store:
     def _more(self) -> None:
         self._posted += 1
         if self._posted >= self._at_once:
-            self._send()
+            self.send()
             self._at_once *= 2
 
-    def _send(self) -> None:
-        outbox, self._outbox, self._posted, self._run = self._outbox, [], 0, None
-        self.submit(outbox)
+    def send(self) -> None:
+        """Hand the jobs that were posted so far to the movers."""
+        if self._outbox:
+            outbox, self._outbox, self._posted, self._run = self._outbox, [], 0, None
+            self.submit(outbox)
 
     def check(self) -> None:
         """Assert every invariant of directory, tiers and slabs."""
@@ -449,10 +449,10 @@ class Store:
             and run.background is background
             and run.add(page, source, target)
         ):
-            self.copying[target] = run
+            target.copy = run
             self._more()
             return
-        job = self.copying[target] = Copy(page, source, target, priority, background=background)
+        job = target.copy = Copy(page, source, target, priority, background=background)
         self.post(job)
         # A disk has threads for each page, and no run.
         if self._outbox and not (source.tier.persistent or target.tier.persistent):
@@ -466,7 +466,7 @@ class Store:
         path = (job.origin.index, tier.index, _REASONS[job.priority])
         self.counters.moved(path, len(job.pages), job.nbytes, job.seconds, job.error)
         for target in job.targets:
-            del self.copying[target]
+            target.copy = None
         if job.error is None and not tier.persistent:
             self._arrived(job.targets)
         for page, source, target in zip(job.pages, job.sources, job.targets, strict=True):
@@ -494,8 +494,9 @@ class Store:
             self.forget(page, "vacated")
 
     def _released(self, page: Page, source: Frame) -> None:
-        """A copy of `page` reads `source` no more."""
-        if not source.pins and source.page is page and source.state is READY:
+        """A copy of `page` reads `source` no more. It is in the recency order still, unless it was only kept for the copy."""
+        kept = page.gone or source.slab.leaving
+        if kept and not source.pins and source.page is page and source.state is READY:
             self.settle(source)
         owner = source.slab.owner
         if owner.waiters:

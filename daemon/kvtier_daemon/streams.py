@@ -19,7 +19,7 @@ _NOT_READY = 600
 
 
 class Stream:
-    """Copies of one direction, in order, in the context that is current in the thread that makes it and uses it."""
+    """Copies of one direction (or slabs to be zeroed), in order, in the context that is current where it is made and used."""
 
     def __init__(self) -> None:
         self._handle = ctypes.c_void_p()
@@ -32,6 +32,12 @@ class Stream:
         status = self._library.cuMemcpyAsync(target, source, nbytes, self._handle)
         if status:
             raise DriverError("cuMemcpyAsync", status)
+
+    def zero(self, target: int, nbytes: int) -> None:
+        """Start to write zeros. Raises DriverError."""
+        status = self._library.cuMemsetD8Async(target, 0, nbytes, self._handle)
+        if status:
+            raise DriverError("cuMemsetD8Async", status)
 
     def mark(self) -> ctypes.c_void_p:
         """An event that has passed when all copies so far are done. Raises DriverError."""

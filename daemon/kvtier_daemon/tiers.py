@@ -91,6 +91,9 @@ class Tier:
             return -(-max(self.config.slab, frame_bytes) // GRANULE) * GRANULE
         return max(1, self.config.slab // frame_bytes) * frame_bytes
 
+    def frames_a_slab(self, frame_bytes: int) -> int:
+        return max(1, self.slab_bytes(frame_bytes) // frame_bytes)
+
     def held(self, tenant: Tenant) -> int:
         """Bytes of slabs that `tenant` has or is getting."""
         return self.holdings.get(tenant.id, 0)

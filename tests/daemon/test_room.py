@@ -1,11 +1,13 @@
-"""What becomes of slabs that are emptied."""
+"""How slabs are grown, and what becomes of those that are emptied."""
 
 from __future__ import annotations
 
 from kvtier.config import Size
 from kvtier.wire import GRANTED, Borrowed, Reserved, unpack_handles
 from kvtier_daemon.directory import OpenNamespace
+from kvtier_daemon.jobs import Grow
 from kvtier_daemon.sessions import Session
+from kvtier_daemon.tiers import GROWING_AT_ONCE
 from tests.daemon.world import UNIT, World
 
 
@@ -58,6 +60,36 @@ def test_a_smaller_tier_gives_back_what_is_mapped_too() -> None:
     world.store.run()
     world.settle()
     assert world.tiers[0].allocated == 8 * UNIT
+
+
+def test_who_waits_for_many_frames_gets_slabs_for_them_at_once() -> None:
+    """One after the other, a link would wait for each of them anew; but no more than the tier takes, nor than are wanted."""
+    world = World(64, 64)
+    session = world.session()
+    space = world.namespace(session)
+    world.reserve(session, space, world.keys(space, 10))
+    assert [type(job) for job in world.jobs] == [Grow] * 3, "10 pages, 4 a slab"
+    world.settle()
+    world.reserve(session, space, world.keys(space, 40, branch=1))
+    assert sum(isinstance(job, Grow) for job in world.jobs) == GROWING_AT_ONCE
+    owner = world.tiers[0].slab_class(session.tenant, UNIT)
+    assert not owner.free and world.store.room.can_take(owner, 0), (
+        "a tier is not full while slabs are under construction"
+    )
+    world.settle()
+    world.store.check()
+
+
+def test_a_copy_to_a_tier_without_slabs_has_them_made_at_once() -> None:
+    world = World(64, 64, persistent=False)
+    session = world.session()
+    space = world.namespace(session)
+    keys = world.keys(space, 10)
+    world.store_chain(session, space, keys, tier=1)
+    world.borrow(session, keys, tier=0)
+    assert sum(isinstance(job, Grow) for job in world.jobs) == 3
+    world.settle()
+    world.store.check()
 
 
 def test_two_tenants_and_one_slab_below_them() -> None:

@@ -115,6 +115,14 @@ class _Driver:
         identity.raw = _UUID.pack(0xE0, device.value)
         return 0
 
+    def cuCtxGetCurrent(self, context: Any) -> int:
+        context._obj.value = 1
+        return 0
+
+    def cuCtxSetCurrent(self, context: Any) -> int:
+        assert context.value
+        return 0
+
     def cuStreamCreate(self, stream: Any, flags: int) -> int:
         stream._obj.value = 1
         return 0
@@ -122,6 +130,11 @@ class _Driver:
     def cuMemcpyAsync(self, target: int, source: int, nbytes: int, stream: Any) -> int:
         assert stream.value
         ctypes.memmove(target, source, nbytes)
+        return 0
+
+    def cuMemsetD8Async(self, target: int, value: int, nbytes: int, stream: Any) -> int:
+        assert stream.value
+        ctypes.memset(target, value, nbytes)
         return 0
 
     def cuEventCreate(self, event: Any, flags: int) -> int:
