@@ -28,6 +28,7 @@ MODULES = (
     "jobs",
     "operations",
     "placement",
+    "recency",
     "room",
     "sessions",
     "slabs",

@@ -103,7 +103,7 @@ class Page:
         """`frame` holds this page no more; its parent's frame may be a leaf now."""
         assert frame.page is self
         index = frame.tier.index
-        frame.slab.owner.lru.pop(frame, None)
+        frame.slab.owner.lru.discard(frame)
         frame.page = None
         frame.kids = 0
         self.frames[index] = None
@@ -116,11 +116,8 @@ class Page:
         if above is None:
             return
         above.kids -= 1
-        lru = above.slab.owner.lru
-        leaf = not above.kids and above.state is READY and not above.pins and not above.slab.leaving
-        if leaf and above not in lru:
-            lru[above] = None
-            lru.move_to_end(above, last=False)
+        if not above.kids and above.state is READY and not above.pins and not above.slab.leaving:
+            above.slab.owner.lru.add_coldest(above)
 
     def kids(self) -> Iterator[Page]:
         children = self.children

@@ -144,6 +144,6 @@ def _order(store: Store, tier: Tier, planted: list[tuple[Page, PageRecord]]) -> 
         assert frame is not None
         frame.touched = youngest[record.key]
         frame.slab.touched = max(frame.slab.touched, frame.touched)
-        frame.slab.owner.lru[frame] = None
+        frame.slab.owner.lru.add(frame)
     if planted:
         store.tick = max(store.tick, max(youngest.values()))

@@ -92,7 +92,7 @@ class Room:
             self.emptied(slab)
             return
         for frame in slab.frames:
-            slab.owner.lru.pop(frame, None)
+            slab.owner.lru.discard(frame)
         heads_first = sorted(slab.frames, key=lambda frame: frame.page.number if frame.page is not None else 0)
         for frame in heads_first:  # giving the last of them back empties the slab
             if frame.state is State.READY:

@@ -12,11 +12,12 @@ Not here: who may have a slab and which frame leaves next to another class (`kvt
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.wire import pack_handle
+from kvtier_daemon.recency import Recency
 
 if TYPE_CHECKING:
     from kvtier_daemon.directory import Page, Tenant
@@ -51,22 +52,25 @@ class Frame:
 
     `pins` counts leases and the borrows that wait for it; `copies` the copies that read it; `kids` the page's child
     pages that have a frame in the same tier. Only with all three at 0 may a READY frame be emptied. `copy` is the one
-    under way into it.
+    under way into it. `colder`, `warmer` and `listed` are its place in the recency order.
     """
 
     __slots__ = (
         "checksum",
+        "colder",
         "copies",
         "copy",
         "generation",
         "index",
         "kids",
+        "listed",
         "page",
         "pins",
         "slab",
         "state",
         "tier",
         "touched",
+        "warmer",
     )
 
     def __init__(self, slab: Slab, index: int) -> None:
@@ -82,6 +86,9 @@ class Frame:
         self.kids = 0
         self.touched = 0
         self.checksum = 0
+        self.colder: Frame | None = None
+        self.warmer: Frame | None = None
+        self.listed = False
 
     @property
     def offset(self) -> int:
@@ -149,7 +156,7 @@ class Slab:
 class SlabClass:
     """All slabs of one (tier, tenant, frame size): the free frames, the recency order of the others, who waits.
 
-    `lru` holds READY frames without pins, oldest first. A frame found with kids at the old end is set aside (it is in
+    `lru` holds READY frames without pins, coldest first. A frame found with kids at the cold end is set aside (it is in
     no list) until its last kid has left the tier; that is the leaf-only rule, and it keeps every tier prefix-closed.
     """
 
@@ -177,7 +184,7 @@ class SlabClass:
         self.frame_bytes = frame_bytes
         self.slabs: list[Slab] = []
         self.free: list[Frame] = []
-        self.lru: OrderedDict[Frame, None] = OrderedDict()
+        self.lru = Recency()
         self.waiters: deque[Operation] = deque()
         self.counts = [0] * len(State)
         self.disordered = False
@@ -250,19 +257,13 @@ class SlabClass:
 
     def victim(self) -> Frame | None:
         """The least recently used frame that may leave, tails of chains before their heads."""
-        aside = []
-        found = None
         for frame in self.lru:
             if frame.copies:
                 continue
-            if frame.kids:
-                aside.append(frame)
-                continue
-            found = frame
-            break
-        for frame in aside:
-            del self.lru[frame]
-        return found
+            if not frame.kids:
+                return frame
+            self.lru.discard(frame)
+        return None
 
     def forecast(self, seconds: float) -> None:
         """Note what was taken in the last `seconds`; `low` becomes what the next quarter second is expected to take."""
@@ -292,7 +293,7 @@ class SlabClass:
             assert frame.pins >= 0 and frame.copies >= 0 and frame.kids >= 0
             held = frame.state in (FILLING, READY)
             assert held == (frame.page is not None) or frame.state is State.DRAINING, frame.state
-            if frame in self.lru:
+            if frame.listed:
                 assert frame.state is READY and not frame.pins and not frame.slab.leaving
             elif frame.state is READY and not frame.pins and not frame.slab.leaving:
                 assert frame.kids or frame.copies, "a frame that could leave is in no list"

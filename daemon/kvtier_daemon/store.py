@@ -122,7 +122,7 @@ class Store:
         """Hold a READY or FILLING frame where it is."""
         if not frame.pins and frame.state is READY:
             owner = frame.slab.owner
-            owner.lru.pop(frame, None)
+            owner.lru.discard(frame)
             owner.leased += 1
         frame.pins += 1
 
@@ -154,10 +154,8 @@ class Store:
             for frame in page.frames:
                 if frame is not None:
                     frame.touched = frame.slab.touched = tick
-                    if not frame.pins:
-                        lru = frame.slab.owner.lru
-                        if frame in lru:
-                            lru.move_to_end(frame)
+                    if frame.listed:
+                        frame.slab.owner.lru.renew(frame)
             page = page.parent
 
     # Pages and their replicas
@@ -415,7 +413,7 @@ class Store:
             if not frame.copies:
                 self.room.leave(frame)
         else:
-            frame.slab.owner.lru[frame] = None
+            frame.slab.owner.lru.add(frame)
 
     def drop(self, frame: Frame) -> None:
         """Take a replica that nobody holds out of its tier, and forget the page if it was the last."""
