@@ -105,7 +105,7 @@ class Borrowing(Operation):
         self.store = sessions.store
         self.session = session
         self.pages = pages
-        self.rest = rest
+        self.rest = memoryview(rest)  # cut many times, without copying it
         self.tier = tier
         self.held: list[Frame] = []
         self.generations: list[int] = []
@@ -118,7 +118,6 @@ class Borrowing(Operation):
         self.arrived = 0
         self.used = 0
         """Pages of which the use has been counted."""
-        self.touched = False
         self.starved: SlabClass | None = None
         self.first = pages[0] if pages else None
         self.asked = len(pages) + page_keys.count(rest)
@@ -157,8 +156,11 @@ class Borrowing(Operation):
                 wait_for(store, self, self.starved, ahead)
                 break
             self._hold(frame, found.tier)
+            if tier is self.tier:
+                for following in store.follow(frame, self.pages, len(self.held), min(turn, len(self.pages))):
+                    self._hold(following, found.tier)
         if not self._more():
-            self._touch()  # while the copies are under way, rather than when the last of them has come
+            self._use()  # while the copies are under way, rather than when the last of them has come
         self._count_arrived()
         if self.arrived == len(self.pages) and not self.rest:
             self._grant()
@@ -217,11 +219,10 @@ class Borrowing(Operation):
         """Find the pages under the next keys of `rest`, if there are any."""
         if not self.rest:
             return
-        keys, self.rest = self.rest[:_LOOKED_UP], self.rest[_LOOKED_UP:]
-        found = self.session.tenant.run(page_keys.split(keys))
+        keys = page_keys.split(bytes(self.rest[:_LOOKED_UP]))
+        found = self.session.tenant.run(keys)
         self.pages += found
-        if len(found) < page_keys.count(keys):
-            self.rest = b""
+        self.rest = self.rest[_LOOKED_UP:] if len(found) == len(keys) else self.rest[:0]
 
     def _turn(self) -> int:
         """How many pages to ask for before others have their turn: some milliseconds of a link, some tenths of one here."""
@@ -249,22 +250,15 @@ class Borrowing(Operation):
 
     def _use(self) -> None:
         """Turn by turn too: what is done for thousands of pages at once keeps links and others waiting."""
-        self.store.use(self.pages[self.used : len(self.held)])
-        self.used = max(self.used, len(self.held))
+        if self.used < len(self.held):
+            self.store.use(self.pages[self.used : len(self.held)])
+            self.used = len(self.held)
         if self.counted:
             self._pack()
 
-    def _touch(self) -> None:
-        if not self.touched:
-            self.touched = True
-            if len(self.pages) > AT_ONCE:
-                self.store.send()  # what is asked for must not wait for this
-            self._use()
-            self.store.renew(self.pages[-1] if self.pages else None)
-
     def _cut(self, length: int) -> None:
         """Ask for no more than the first `length` pages."""
-        self.rest = b""
+        self.rest = self.rest[:0]
         self._release(length)
         del self.pages[length:]
 
@@ -281,12 +275,18 @@ class Borrowing(Operation):
     def _grant(self) -> None:
         if self.counted:
             count_hits(self.store, self.pages, self.origins)
-        self._touch()
+        self._use()
+        self.finish(self.result())
+        self._granted()
+
+    def _granted(self) -> None:
+        """What who asked need not wait for."""
+        if self.pages:
+            self.store.renew(self.pages[-1])
         if self.tier is not None:
             leave_crowded(self.store, self.pages, self.tier)
         elif self.session.home is not None:
             rise(self.store, self.pages, self.session.home)
-        self.finish(self.result())
 
 
 def at_hand(page: Page, tier: Tier | None, readable: frozenset[int]) -> Frame | None:
@@ -361,11 +361,8 @@ class Migrating(Borrowing):
     def result(self) -> Body:
         return Count(len(self.pages))
 
-    def finish(self, result: Body | KvtierError) -> None:
-        """Who asked need not wait while thousands of pages are let go."""
-        if self.done:
-            return
-        super().finish(result)
+    def _granted(self) -> None:
+        super()._granted()
         for frame in reversed(self.held):
             self.store.unpin(frame)
         there = self.tier

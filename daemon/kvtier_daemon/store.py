@@ -214,6 +214,33 @@ class Store:
             self.onward.setdefault(held, []).append((target, priority))
         return target
 
+    def follow(self, frame: Frame, pages: list[Page], start: int, stop: int) -> list[Frame]:
+        """`fetch` has begun a copy to `frame`: the frames of those of `pages[start:stop]` that go by the same, one after the
+        other, until there is something to decide: each lies beside the one before, and so does a frame for it, with more to
+        spare."""
+        taken: list[Frame] = []
+        run, owner = self._run, frame.slab.owner
+        if run is None or run.targets[-1] is not frame:
+            return taken
+        origin, there = run.origin.index, run.tier.index
+        for number in range(start, stop):
+            page = pages[number]
+            source = page.frames[origin]
+            if source is None or source is not page.ready() or page.gone or page.frames[there] is not None:
+                break
+            if len(owner.free) <= owner.low or not run.add(page, source, owner.free[-1]):
+                break
+            target = owner.take(FILLING)
+            assert target is not None
+            page.enter(target)
+            target.copy = run
+            source.copies += 1
+            taken.append(target)
+            self._more()
+            if self._run is not run:
+                break
+        return taken
+
     def forget(self, page: Page, reason: str) -> int:
         """Unpublish `page` and all that follow it. Frames that someone holds or copies are freed later. How many."""
         for index, frame in enumerate(page.frames):
@@ -467,7 +494,8 @@ class Store:
             target.copy = None
         if job.error is None and not tier.persistent:
             self._arrived(job.targets)
-        for page, source, target in zip(job.pages, job.sources, job.targets, strict=True):
+        for number, page in enumerate(job.pages):
+            source, target = job.sources[number], job.targets[number]
             if job.error is None and tier.persistent and not page.gone:
                 self.post(Record(page, source, target))  # the source stays held until the copy is recorded
                 continue
