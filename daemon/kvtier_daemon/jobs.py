@@ -87,6 +87,35 @@ class Copy(Job):
         self.nbytes += page.nbytes
         return True
 
+    def beside(self, pages: list[Page], start: int, stop: int) -> list[Frame]:
+        """The frames of `pages[start:stop]` in the tier that this comes from, one after the other, as long as each follows
+        the one before at that end, is the best to copy from, and none is where this goes."""
+        found: list[Frame] = []
+        origin, there = self.origin.index, self.tier.index
+        slab, index = self.sources[-1].slab, self.sources[-1].index
+        for number in range(start, stop):
+            page = pages[number]
+            frames = page.frames
+            source = frames[origin]
+            index += 1
+            if source is None or source.slab is not slab or source.index != index:
+                break
+            if page.gone or frames[there] is not None or page.ready() is not source:
+                break
+            found.append(source)
+        return found
+
+    def extend(self, pages: list[Page], sources: list[Frame], targets: list[Frame]) -> None:
+        """Take more pages, which follow those that there are at both ends. They enter their frames now."""
+        for number, target in enumerate(targets):
+            pages[number].enter(target)
+            target.copy = self
+            sources[number].copies += 1
+            self.nbytes += pages[number].nbytes
+        self.pages += pages
+        self.sources += sources
+        self.targets += targets
+
 
 class Grow(Job):
     """Make a slab of `nbytes` for `owner`; `backing` is the medium's handle of it."""

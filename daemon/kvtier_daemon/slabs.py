@@ -106,9 +106,7 @@ class Frame:
 
     def become(self, state: State) -> None:
         owner = self.slab.owner
-        counts = owner.counts
-        counts[self.state] -= 1
-        counts[state] += 1
+        owner.count(self.state, state, 1)
         if self.pins:
             owner.leased += (state is READY) - (self.state is READY)
         self.state = state
@@ -197,6 +195,11 @@ class SlabClass:
         self.low = 1
         """How many free frames to keep ahead of demand."""
 
+    def count(self, before: int, after: int, frames: int) -> None:
+        """So many frames went from one state to another."""
+        self.counts[before] -= frames
+        self.counts[after] += frames
+
     def adopt(self, slab: Slab) -> None:
         """Carve `slab` into free frames of this class."""
         slab.owner = self
@@ -230,11 +233,29 @@ class SlabClass:
         frame.slab.busy += 1
         frame.touched = 0
         frame.generation += 1
-        self.counts[FREE] -= 1
-        self.counts[state] += 1
         frame.state = state
+        self.count(FREE, state, 1)
         self.taken += 1
         return frame
+
+    def take_beside(self, frame: Frame, most: int) -> list[Frame]:
+        """The free frames that follow `frame` one after the other and would be taken next, `most` at most, now FILLING."""
+        taken: list[Frame] = []
+        slab, index, free = frame.slab, frame.index, self.free
+        while free and len(taken) < most:
+            following = free[-1]
+            index += 1
+            if following.slab is not slab or following.index != index:
+                break
+            free.pop()
+            following.touched = 0
+            following.generation += 1
+            following.state = FILLING
+            taken.append(following)
+        slab.busy += len(taken)
+        self.count(FREE, FILLING, len(taken))
+        self.taken += len(taken)
+        return taken
 
     def filled(self, frames: list[Frame]) -> None:
         """`frames` of this class, FILLING until now, are READY."""
@@ -242,8 +263,7 @@ class SlabClass:
             frame.state = READY
             if frame.pins:
                 self.leased += 1
-        self.counts[FILLING] -= len(frames)
-        self.counts[READY] += len(frames)
+        self.count(FILLING, READY, len(frames))
 
     def give(self, frame: Frame) -> None:
         """Make `frame`, which holds nothing any more, free."""

@@ -218,28 +218,17 @@ class Store:
         """`fetch` has begun a copy to `frame`: the frames of those of `pages[start:stop]` that go by the same, one after the
         other, until there is something to decide: each lies beside the one before, and so does a frame for it, with more to
         spare."""
-        taken: list[Frame] = []
         run, owner = self._run, frame.slab.owner
         if run is None or run.targets[-1] is not frame:
-            return taken
-        origin, there = run.origin.index, run.tier.index
-        for number in range(start, stop):
-            page = pages[number]
-            source = page.frames[origin]
-            if source is None or source is not page.ready() or page.gone or page.frames[there] is not None:
-                break
-            if len(owner.free) <= owner.low or not run.add(page, source, owner.free[-1]):
-                break
-            target = owner.take(FILLING)
-            assert target is not None
-            page.enter(target)
-            target.copy = run
-            source.copies += 1
-            taken.append(target)
-            self._more()
-            if self._run is not run:
-                break
-        return taken
+            return []
+        fitting = (run.longest - run.nbytes) // owner.frame_bytes
+        most = min(stop - start, len(owner.free) - owner.low, fitting, self._at_once - self._posted)
+        sources = run.beside(pages, start, start + most)
+        targets = owner.take_beside(frame, len(sources))
+        if targets:
+            run.extend(pages[start : start + len(targets)], sources[: len(targets)], targets)
+            self._more(len(targets))
+        return targets
 
     def forget(self, page: Page, reason: str) -> int:
         """Unpublish `page` and all that follow it. Frames that someone holds or copies are freed later. How many."""
@@ -403,10 +392,10 @@ class Store:
     def _hand_over(self, job: Job) -> None:
         """Movers get jobs many at a time: each hand-over wakes threads, which then want this one's interpreter lock."""
         self._outbox.append(job)
-        self._more()
+        self._more(1)
 
-    def _more(self) -> None:
-        self._posted += 1
+    def _more(self, count: int) -> None:
+        self._posted += count
         if self._posted >= self._at_once:
             self.send()
             self._at_once *= 2
@@ -475,7 +464,7 @@ class Store:
             and run.add(page, source, target)
         ):
             target.copy = run
-            self._more()
+            self._more(1)
             return
         job = target.copy = Copy(page, source, target, priority, background=background)
         self.post(job)
