@@ -486,6 +486,7 @@ class Store:
         for number, page in enumerate(job.pages):
             source, target = job.sources[number], job.targets[number]
             if job.error is None and tier.persistent and not page.gone:
+                target.touched = max(target.touched, source.touched)  # which the index keeps
                 self.post(Record(page, source, target))  # the source stays held until the copy is recorded
                 continue
             source.copies -= 1

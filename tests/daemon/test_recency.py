@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtier.config import Size
 from kvtier.wire import Borrowed, Reserved
-from kvtier_daemon.jobs import Grow
+from kvtier_daemon.jobs import Grow, Record
 from kvtier_daemon.operations import Reserving
 from kvtier_daemon.slabs import State
 from tests.daemon.world import UNIT, World
@@ -111,3 +111,30 @@ def test_a_class_without_a_slab_gets_one_that_is_still_being_saved() -> None:
     world.settle()
     assert waiting.done and isinstance(answers[0], Reserved) and answers[0].reservation
     world.store.check()
+
+
+def test_the_index_keeps_when_a_page_was_used() -> None:
+    """Or a smaller disk, after a restart, would not know which slabs are the youngest."""
+    world = World(16, 16)
+    session = world.session()
+    space = world.namespace(session)
+    stamps = []
+    for branch in range(3):
+        keys = world.keys(space, 4, branch=branch)[2 if branch else 0 :]
+        parent = session.tenant.pages.get(world.keys(space, 2)[-1])
+        operation, _ = world.reserve(session, space, keys, first=2 if branch else 0)
+        world.settle()
+        if parent is not None:
+            operation.reservation.slots[0].parent = parent.key
+        world.commit(session, operation)
+        while world.jobs:
+            job = world.ready_jobs()[0]
+            if isinstance(job, Record):
+                assert job.target.touched == job.source.touched
+                stamps.append(job.target.touched)
+            world.do(job)
+    assert (
+        len(stamps) == 8
+        and 0 < min(stamps[:4])
+        and max(stamps[:4]) < min(stamps[4:6]) <= max(stamps[4:6]) < min(stamps[6:])
+    )
