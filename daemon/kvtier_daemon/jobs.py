@@ -106,15 +106,11 @@ class Copy(Job):
         return found
 
     def extend(self, pages: list[Page], sources: list[Frame], targets: list[Frame]) -> None:
-        """Take more pages, which follow those that there are at both ends. They enter their frames now."""
-        for number, target in enumerate(targets):
-            pages[number].enter(target)
-            target.copy = self
-            sources[number].copies += 1
-            self.nbytes += pages[number].nbytes
+        """Take more pages, which follow those that there are at both ends."""
         self.pages += pages
         self.sources += sources
         self.targets += targets
+        self.nbytes += len(pages) * pages[0].nbytes
 
 
 class Grow(Job):

@@ -193,7 +193,6 @@ class Borrowing(Operation):
 
     def result(self) -> Body:
         lease = self.sessions.grant(self.session, self.held)
-        self._pack()
         return Borrowed(lease, bytes(self.handles), bytes(self.origins))
 
     def holds(self) -> int:
@@ -245,16 +244,13 @@ class Borrowing(Operation):
                 watch(self, page)  # again each time: a page on its way in two steps wakes its waiters at the first
                 return
 
-    def _pack(self) -> None:
-        self.handles += packed(self.held[len(self.handles) // HANDLE_BYTES :])
-
     def _use(self) -> None:
         """Turn by turn too: what is done for thousands of pages at once keeps links and others waiting."""
         if self.used < len(self.held):
             self.store.use(self.pages[self.used : len(self.held)])
             self.used = len(self.held)
         if self.counted:
-            self._pack()
+            self.handles += packed(self.held[len(self.handles) // HANDLE_BYTES :])
 
     def _cut(self, length: int) -> None:
         """Ask for no more than the first `length` pages."""

@@ -23,29 +23,13 @@ class Recency:
 
     def add(self, frame: Frame) -> None:
         """`frame` is the warmest, unless it has its place already."""
-        if frame.listed:
-            return
-        before = self.warmest
-        if before is None:
-            self.coldest = frame
-        else:
-            before.warmer = frame
-        frame.colder = before
-        frame.listed = True
-        self.warmest = frame
+        if not frame.listed:
+            self._put(self.warmest, frame, None)
 
     def add_coldest(self, frame: Frame) -> None:
         """`frame` is the next to leave, unless it has its place already."""
-        if frame.listed:
-            return
-        behind = self.coldest
-        if behind is None:
-            self.warmest = frame
-        else:
-            behind.colder = frame
-        frame.warmer = behind
-        frame.listed = True
-        self.coldest = frame
+        if not frame.listed:
+            self._put(None, frame, self.coldest)
 
     def renew(self, frame: Frame) -> None:
         """If `frame` is here, it is the warmest now."""
@@ -68,6 +52,18 @@ class Recency:
             warmer.colder = colder
         frame.colder = frame.warmer = None
         frame.listed = False
+
+    def _put(self, colder: Frame | None, frame: Frame, warmer: Frame | None) -> None:
+        """Between two neighbours, or at an end (None)."""
+        if colder is None:
+            self.coldest = frame
+        else:
+            colder.warmer = frame
+        if warmer is None:
+            self.warmest = frame
+        else:
+            warmer.colder = frame
+        frame.colder, frame.warmer, frame.listed = colder, warmer, True
 
     def __iter__(self) -> Iterator[Frame]:
         frame = self.coldest

@@ -6,7 +6,7 @@ frame is in exactly one `State`, and a class counts its frames by state, so that
 
     free + reserved + filling + ready + draining + quarantined = all frames
 
-holds by construction. State changes go through `Frame.become` and `SlabClass.take`, `filled` and `give` alone.
+holds by construction. State changes go through `Frame.become` and `SlabClass.take`, `take_beside`, `filled` and `give` alone.
 Not here: who may have a slab and which frame leaves next to another class (`kvtier_daemon.tiers`).
 """
 

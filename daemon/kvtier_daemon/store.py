@@ -226,7 +226,13 @@ class Store:
         sources = run.beside(pages, start, start + most)
         targets = owner.take_beside(frame, len(sources))
         if targets:
-            run.extend(pages[start : start + len(targets)], sources[: len(targets)], targets)
+            followers = pages[start : start + len(targets)]
+            del sources[len(targets) :]
+            for number, target in enumerate(targets):
+                followers[number].enter(target)
+                sources[number].copies += 1
+                target.copy = run
+            run.extend(followers, sources, targets)
             self._more(len(targets))
         return targets
 

@@ -15,12 +15,17 @@ STEPS = st.lists(
 )
 
 
-@given(STEPS)
-def test_frames_stand_in_the_order_that_a_list_would_have(steps: list[tuple[str, int]]) -> None:
+def _class() -> SlabClass:
+    """One of so many free frames."""
     world = World(FRAMES)
     owner = SlabClass(world.tiers[0], world.session().tenant, UNIT)
     owner.adopt(Slab(1, owner, FRAMES * UNIT, None))
-    frames, order, plain = owner.slabs[0].frames, Recency(), []
+    return owner
+
+
+@given(STEPS)
+def test_frames_stand_in_the_order_that_a_list_would_have(steps: list[tuple[str, int]]) -> None:
+    frames, order, plain = _class().slabs[0].frames, Recency(), []
     for step, number in steps:
         getattr(order, step)(frames[number])
         listed = number in plain
@@ -39,9 +44,7 @@ def test_frames_stand_in_the_order_that_a_list_would_have(steps: list[tuple[str,
 
 
 def test_what_is_met_on_the_way_may_be_taken_out() -> None:
-    world = World(FRAMES)
-    owner = SlabClass(world.tiers[0], world.session().tenant, UNIT)
-    owner.adopt(Slab(1, owner, FRAMES * UNIT, None))
+    owner = _class()
     for frame in owner.slabs[0].frames:
         owner.lru.add(frame)
     met = []
